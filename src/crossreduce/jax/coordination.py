@@ -25,9 +25,7 @@ from ..ranks.transports.addresses import addresses, loopback
 _PREFIX: Final = "crossreduce/"
 _WAIT_S: Final = 0.2  # for a value, in one request
 _LOOK_S: Final = 0.1  # between two looks for processes that have ended
-_LINGER_S: Final = (
-    0.5  # how long the process of the store waits, so that others see who has ended before the store ends
-)
+_LINGER_S: Final = 0.5  # how long the process of the store waits before it ends, so that others see who has ended
 _ALIVE: Final = "alive/"  # keys of addresses at which processes listen until they end
 _ENDED: Final = "ended/"  # keys of processes that have left, or that know others which have ended
 _CONNECT_S: Final = 2.0

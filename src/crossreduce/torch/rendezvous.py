@@ -180,26 +180,29 @@ class _Connection:
         try:
             if was_busy:
                 return _Connection(self._address, limit_s).call(request, limit_s, values, nbytes)
-            self.answers_again()
-            self.require_usable()
-            self._socket.settimeout(limit_s)
-            self._socket.sendall(request)
-            return [self._read(nbytes or _LENGTH.unpack(self._read(8))[0]) for _ in range(values or bool(nbytes))]
+            return self._ask(request, limit_s, values, nbytes)
         except (OSError, EOFError) as error:
-            text = _late(limit_s) if isinstance(error, TimeoutError) else str(error)
-            self._error = self._error if was_busy else text
-            raise RuntimeError(text) from None
-        except RuntimeError:
-            raise
-        except BaseException:  # such as a KeyboardInterrupt; the answer must not be taken for the next one
-            if not was_busy:
-                self._error = "a call was interrupted"
-                with contextlib.suppress(OSError, EOFError):
-                    self._connect(limit_s)
-            raise
+            raise RuntimeError(_late(limit_s) if isinstance(error, TimeoutError) else str(error)) from None
         finally:
             self._busy = was_busy
             self._lock.release()
+
+    def _ask(self, request: bytes, limit_s: float, values: int, nbytes: int) -> list[bytes]:
+        """Send a request and return the answer. See ``call``."""
+        self.answers_again()
+        self.require_usable()
+        try:
+            self._socket.settimeout(limit_s)
+            self._socket.sendall(request)
+            return [self._read(nbytes or _LENGTH.unpack(self._read(8))[0]) for _ in range(values or bool(nbytes))]
+        except OSError as error:
+            self._error = _late(limit_s) if isinstance(error, TimeoutError) else str(error)
+            raise
+        except BaseException:  # such as a KeyboardInterrupt; the answer must not be taken for the next one
+            self._error = "a call was interrupted"
+            with contextlib.suppress(OSError, EOFError):
+                self._connect(limit_s)
+            raise
 
     def _read(self, nbytes: int) -> bytes:
         """Return the next bytes of an answer."""

@@ -247,7 +247,6 @@ class Exchange:
         self._program = program
         # Only used buffers need an address: a rank that receives nothing, for example, has no buffer for it.
         self._arrays = [addresses[k] if k < len(addresses) else 0 for k in program.arrays or ()]
-        self._starts = program.starts
         self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
         self._memory = kernels.memory(max(1, program.nbytes + LINE))
         self.base = _rounded_to_lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
@@ -292,7 +291,7 @@ class Exchange:
         base, memory = self.base + self._program.partial_at(piece), self._program.pieces[piece]
         bases = [base] * len(memory.places)
         if self._arrays:
-            start = self._starts[piece] * itemsize(self._program.numbers.dtype)
+            start = self._program.starts[piece] * itemsize(self._program.numbers.dtype)
             bases = [(*(array + start for array in self._arrays), base)[k] for k in memory.arrays]
         return [(at + place, nbytes, size) for at, (place, nbytes, size) in zip(bases, memory.places, strict=True)]
 

@@ -96,11 +96,17 @@ def can_use_arrays(parts: Iterable[HostPart], between: Program, numbers: Numbers
     """Return whether hosts of one rank may exchange the caller's arrays without copies, by the program ``between``.
 
     In a call in place, results overwrite contributions. A result that a host receives includes the host's contribution.
-    So if the host has sent it only once, the other host has it. For other results see ``ExchangeProgram.overwrites``.
+    So if the host has sent it only once, the other host has it. Before values combine, what was sent in earlier rounds
+    is complete (see ``compiled_calls.piece_stages``).
     """
-    if all(len(part.sources) == 1 for part in parts if part.crosses):
+    if _only_moves(parts):
         return True
     return not numbers.exact and numbers.accumulator == numbers.dtype and all(map(_is_sent_before, between.chunks))
+
+
+def _only_moves(parts: Iterable[HostPart]) -> bool:
+    """Return whether hosts combine nothing that they get from others."""
+    return all(len(part.sources) == 1 for part in parts if part.crosses)
 
 
 def _is_sent_before(chunk: ChunkProgram) -> bool:
@@ -118,7 +124,7 @@ def array_pieces(parts: Iterable[HostPart], between: Program, smallest: int, tra
     ``transport``: its ``message_nbytes`` is used if hosts only send arrays to each other, since then nothing can be
     done while a message is under way.
     """
-    if between.round_count == 1 and all(len(part.sources) == 1 for part in parts if part.crosses):
+    if between.round_count == 1 and _only_moves(parts):
         nbytes = int(getattr(transport, "message_nbytes", MESSAGE_NBYTES))
         return nbytes, nbytes
     return smallest, ARRAY_PIECE_BYTES
