@@ -19,6 +19,7 @@ from crossreduce.ops import Numbers, ReduceOp
 from crossreduce.planning import PLANNERS, one_shot, plan
 from crossreduce.ranks.failures.peer_errors import PeerDisconnected, PeerTimeout
 from crossreduce.ranks.inter_host.call_comparison import exchange_digests
+from crossreduce.ranks.inter_host.compiled_calls import piece_stages
 from crossreduce.ranks.inter_host.exchange import (
     Exchange,
     exchange_program,
@@ -28,6 +29,7 @@ from crossreduce.ranks.inter_host.exchange import (
     take_first,
 )
 from crossreduce.ranks.inter_host.two_level import can_use_arrays, host_parts
+from crossreduce.ranks.intra_host.instructions import HostMessages, kernel
 from crossreduce.schedule import Chunk, Schedule, Step
 from crossreduce.topology import Topology
 
@@ -243,37 +245,36 @@ def test_hosts_send_only_the_bytes_of_the_schedule():
     assert few == many <= 5 * 2.6 * 4000  # a piece has 4000 bytes
 
 
-class LateSends:
-    """An endpoint whose messages are read from memory some time after they were begun."""
-
-    def __init__(self, inner):
-        self.inner, self.receive, self.thread = inner, inner.receive, ThreadPoolExecutor(1)
-
-    def send(self, address, nbytes, dst, tag):
-        message = _Message(self.inner.shared, dst, threading.Event())
-
-        def read():
-            time.sleep(0.005)
-            self.inner.send(address, nbytes, dst, tag)
-            message.event.set()
-
-        self.thread.submit(read)
-        return message
-
-
 def in_arrays(schedule, inputs, sizes, in_place):
-    """Run an exchange that uses the arrays of its callers. Return these, and the memory that each host needs."""
+    """Execute the program of an exchange that uses the arrays of its callers, as compiled code does, but the messages
+    of host 0 are read from memory some time after they were begun. Return the arrays, and the memory of each host."""
     shared, peers = ThreadTransport(), tuple(range(len(schedule.devices)))
 
     def host(k):
         x = np.zeros(sum(sizes), "float32") if inputs[k] is None else inputs[k].copy()
         out = x if in_place else np.zeros_like(x)
         program = exchange_program(lower(schedule), k, peers, sizes, SUM, arrays=(0, 1))
-        transport = LateSends(shared.at(k)) if k == 0 else shared.at(k)
-        made = Exchange(program, transport, 7, 20, (x.ctypes.data, out.ctypes.data))
-        for stage in range(len(sizes) + program.delay):
-            run_stage([made], stage)
-        made.close()
+        buffers = (x, out, np.zeros(program.nbytes, "uint8"))
+        end, late, sends, receives = shared.at(k), ThreadPoolExecutor(1), [], []
+
+        def address(place):
+            return buffers[~place.region].ctypes.data + place.offset
+
+        def send(each):
+            time.sleep(0.005 * (k == 0))
+            return end.send(address(each.at), each.nbytes, each.rank, 7)
+
+        for each in itertools.chain(*piece_stages([program], 2, HostMessages((), (), (), b"", 0))):
+            if isinstance(each, HostMessages):
+                receives += [end.receive(address(one.at), one.nbytes, one.rank, 7) for one in each.receives]
+                sends += [late.submit(send, one) for one in each.sends]
+                for message in receives[: each.received if each.received >= 0 else None]:
+                    message.wait(20)
+                for message in sends[: each.sent if each.sent >= 0 else None]:
+                    message.result(20).wait(20)
+            else:
+                run = kernel(each.numbers, each.size, len(each.operands), 1).run
+                run([[*map(address, each.operands)]], [[*map(address, each.results)]], 1, False, False)
         return out, program.nbytes
 
     return together(len(peers), host)

@@ -62,7 +62,7 @@ Connections::Connections(std::vector<int> ranks, std::vector<int> sockets, int64
         peer.rank = ranks[k];
         peer.lanes.resize(lanes);
         for (size_t lane = 0; lane < lanes; lane++) peer.lanes[lane].socket = sockets[k * lanes + lane];
-        peer.used = chooses ? 1 : lanes;
+        peer.used = peer.chosen = chooses ? 1 : lanes;
     }
 }
 
@@ -96,7 +96,7 @@ void Connections::begin_send(Peer &peer, const std::shared_ptr<Message> &message
     header.number = peer.numbers[header.tag]++;
     peer.sending++;
     const uint64_t nbytes = header.nbytes;
-    if (nbytes >= LARGE_NBYTES && peer.lanes.size() > 1 && measures) choose_lanes(peer, nbytes);
+    if (peer.lanes.size() > 1 && measures) choose_lanes(peer, nbytes);
     if (nbytes >= LARGE_NBYTES && (peer.used > 1 || !peer.rest.empty())) {
         header.part = static_cast<uint32_t>(std::clamp(nbytes / (peer.used * PARTS_PER_LANE), LEAST_PART, MOST_PART));
         peer.rest.push_back({message, header, 0});
@@ -376,7 +376,7 @@ uint64_t Connections::moved_with(const Message &message) {
 
 size_t Connections::lanes_of(int peer) {
     const std::lock_guard<std::mutex> held(lock);
-    return peers[static_cast<size_t>(peer)].used;
+    return peers[static_cast<size_t>(peer)].chosen;
 }
 
 #endif

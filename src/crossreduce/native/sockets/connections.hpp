@@ -10,6 +10,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -85,7 +86,6 @@ class Connections {
     const int64_t silent_ns;
 
   protected:
-    static constexpr int64_t TRIAL_NBYTES = 8 << 20; // that a trial moves at least
     struct Arrival { // a message that is expected, or arrives
         std::shared_ptr<Message> wanted; // null: it is not expected yet
         std::vector<char> early;         // its bytes, if it began to arrive before it was expected
@@ -132,10 +132,15 @@ class Connections {
         size_t divided = 0;                   // messages of which a part has arrived, but not all
         std::deque<Part> rest;                // what no lane has begun to send of large messages
         // How many lanes large messages use, and how this is found out (see `choose_lanes`)
-        size_t used = 1;
-        enum class Trial { of_one, of_all, none } trial = Trial::of_one;
-        int64_t until_choice = TRIAL_NBYTES, pause = int64_t{1} << 30; // bytes; the latter from trials to the next ones
-        double speed_of_one = 0;
+        size_t used = 1, chosen = 1; // now, and outside of trials
+        bool on_trial = true, in_turn = false;
+        unsigned turns = 0;
+        int64_t until_trial = 0, pause = int64_t{1} << 30; // bytes to the next trial, and from it to another one
+        struct Tried {
+            int64_t moved = 0;
+            int turns = 0;
+            double slowest = INFINITY, fastest = 0; // bytes per us
+        } tried[2]; // with one lane, and with all
     };
 
     // What `UcxConnections` does in another way, with the lock held
@@ -164,6 +169,7 @@ class Connections {
     static void deliver(Peer &peer, Inbox &inbox, Arrival &arrival);
     void hand_out(Peer &peer);
     void choose_lanes(Peer &peer, uint64_t nbytes);
+    static bool end_turn(Peer &peer);
     static Progress progress_of(int socket);
 
     const bool measures;

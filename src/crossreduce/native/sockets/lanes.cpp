@@ -4,6 +4,7 @@
 #if defined(__linux__)
 
 #include <algorithm>
+#include <bitset>
 #include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -12,9 +13,19 @@
 
 namespace {
 
-constexpr int64_t TRIAL_US = 40000; // that a trial takes at least
+constexpr int64_t TRIAL_NBYTES = 8 << 20;         // that the turns of one lane, or of all, move at least
+constexpr uint64_t TRIED_NBYTES = 1 << 20;        // the smallest message that is part of a trial
+constexpr int64_t TURN_US = 40000;                // that a turn takes at least: the system counts in steps of up to 10 ms
 constexpr int64_t MOST_PAUSE = int64_t{16} << 30; // bytes from trials to the next ones
-constexpr double FASTER = 1.25; // at least, if several lanes shall be used
+constexpr int LEAST_TURNS = 3;                    // of each
+constexpr double FASTER = 1.25;                   // so much must any turn with all lanes be faster than any with one
+
+int64_t unacknowledged_of(int socket) {
+    int nbytes = 0;
+    return ioctl(socket, SIOCOUTQ, &nbytes) == 0 ? nbytes : 0;
+}
+
+bool uses_all(unsigned turn) { return (std::bitset<32>(turn).count() & 1) != 0; }
 
 } // namespace
 
@@ -32,8 +43,7 @@ Connections::Progress Connections::progress_of(int socket) {
 void Connections::hand_out(Peer &peer) {
     std::vector<int64_t> unacknowledged(peer.used);
     for (size_t k = 0; k < peer.used; k++) {
-        int nbytes = 0;
-        if (ioctl(peer.lanes[k].socket, SIOCOUTQ, &nbytes) == 0) unacknowledged[k] = nbytes;
+        unacknowledged[k] = unacknowledged_of(peer.lanes[k].socket);
         for (const Part &each : peer.lanes[k].out) unacknowledged[k] += static_cast<int64_t>(each.header.follows());
     }
     while (!peer.rest.empty()) {
@@ -52,37 +62,51 @@ void Connections::hand_out(Peer &peer) {
     }
 }
 
-// Decide how many lanes large messages use from now on: all, if these have just been found to move much more bytes per second
-// than one does. The system counts the bytes that the other host has acknowledged, and the time while there were such to wait
-// for; the time for which the other rank did not read is left out. So neither the sizes of buffers nor pauses of the program
-// count. Messages of the ranks are the only ones that are sent for this.
+// Before a message is sent: find out whether all lanes move many more bytes per second than one, and decide how many are used.
+// In a trial, messages use one lane and all of them by turns, so that both get the same kinds of calls. A turn lasts until
+// nearly nothing is under way, or until it is long. Which turns use all lanes follows the Thue-Morse sequence, so that no period
+// of the program can match it. The system counts the bytes that the other host has acknowledged, and the time while there were such to wait for; the
+// time for which the other rank did not read is left out. So neither the sizes of buffers nor pauses of the program count.
+// Messages of the ranks are the only ones that are sent for this.
 void Connections::choose_lanes(Peer &peer, uint64_t nbytes) {
-    peer.until_choice -= static_cast<int64_t>(nbytes);
-    if (peer.until_choice > 0) return;
-    int64_t moved = 0, busy_us = 0, waited_us = 0;
-    std::vector<Progress> now;
+    if (nbytes < LARGE_NBYTES) return;
+    if (!peer.on_trial) {
+        peer.until_trial -= static_cast<int64_t>(nbytes);
+        peer.on_trial = peer.until_trial <= 0;
+    }
+    if (!peer.on_trial || peer.sending > 1) return;
+    if (peer.in_turn && !end_turn(peer)) return;
+    if (!peer.on_trial || nbytes < TRIED_NBYTES) return;
+    for (Lane &lane : peer.lanes) lane.progress = progress_of(lane.socket);
+    peer.on_trial = peer.in_turn = peer.lanes.front().progress.acknowledged > 0; // else the system does not count them
+    if (!peer.in_turn)
+        peer.until_trial = INT64_MAX;
+    else
+        peer.used = uses_all(++peer.turns) ? peer.lanes.size() : 1;
+}
+
+// Return whether a turn has ended.
+bool Connections::end_turn(Peer &peer) {
+    Peer::Tried &tried = peer.tried[uses_all(peer.turns)];
+    int64_t moved = 0, waited_us = 0, left = 0;
     for (const Lane &lane : peer.lanes) {
-        now.push_back(progress_of(lane.socket));
-        const Progress &from = lane.progress, &to = now.back();
+        const Progress &from = lane.progress, to = progress_of(lane.socket);
         moved += to.acknowledged - from.acknowledged;
-        busy_us = std::max(busy_us, to.busy_us - from.busy_us);
         waited_us = std::max(waited_us, (to.busy_us - from.busy_us) - (to.held_us - from.held_us));
+        left += unacknowledged_of(lane.socket);
     }
-    if (peer.trial != Peer::Trial::none && busy_us < TRIAL_US) return; // too short to be measured
-    for (size_t k = 0; k < now.size(); k++) peer.lanes[k].progress = now[k];
-    const double speed = static_cast<double>(moved) / static_cast<double>(std::max<int64_t>(waited_us, 1));
-    peer.until_choice = TRIAL_NBYTES;
-    switch (peer.trial) {
-    case Peer::Trial::none:
-        peer.trial = Peer::Trial::of_one, peer.used = 1;
-        break;
-    case Peer::Trial::of_one:
-        peer.trial = Peer::Trial::of_all, peer.used = peer.lanes.size(), peer.speed_of_one = speed;
-        break;
-    case Peer::Trial::of_all:
-        peer.trial = Peer::Trial::none, peer.used = speed > FASTER * peer.speed_of_one ? peer.lanes.size() : 1;
-        peer.until_choice = peer.pause, peer.pause = std::min(4 * peer.pause, MOST_PAUSE);
-    }
+    if (waited_us < TURN_US || (left >= static_cast<int64_t>(LARGE_NBYTES) && moved < TRIAL_NBYTES)) return false;
+    peer.in_turn = false;
+    const double speed = static_cast<double>(moved) / static_cast<double>(waited_us);
+    tried = {tried.moved + moved, tried.turns + 1, std::min(tried.slowest, speed), std::max(tried.fastest, speed)};
+    peer.used = peer.chosen;
+    for (const Peer::Tried &each : peer.tried)
+        if (each.moved < TRIAL_NBYTES || each.turns < LEAST_TURNS) return true;
+    peer.used = peer.chosen = peer.tried[1].slowest > FASTER * peer.tried[0].fastest ? peer.lanes.size() : 1;
+    peer.tried[0] = peer.tried[1] = {};
+    peer.on_trial = false, peer.until_trial = peer.pause;
+    peer.pause = std::min(4 * peer.pause, MOST_PAUSE);
+    return true;
 }
 
 #endif

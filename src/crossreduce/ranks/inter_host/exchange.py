@@ -65,8 +65,6 @@ class ExchangeProgram(NamedTuple):
     eager: bool  # whether the op's first messages carry the first round, see ``first_data``; only if there is one piece
     # If the partial results are the caller's array, and the results go into one: the numbers of these buffers.
     arrays: tuple[int, int] | None = None
-    # For each round whether combinations may then overwrite, in a call in place, what is being sent from the array.
-    overwrites: tuple[bool, ...] = ()
     starts: tuple[int, ...] = ()  # the number of elements before each piece
 
     def partial_at(self, piece: int) -> int:
@@ -159,7 +157,6 @@ def exchange_program(
     window = min(len(sizes), stages_late + 2)
     room = max(piece.nbytes for piece in pieces)
     spans = tuple(program.spans(size) for size in sizes)
-    overwrites = _overwrites(part, len(program.chunks)) if arrays is not None else ()
     return ExchangeProgram(
         part,
         peers,
@@ -172,20 +169,8 @@ def exchange_program(
         room,
         eager,
         arrays,
-        overwrites,
         tuple(accumulate(sizes, initial=0)),
     )
-
-
-def _overwrites(part: DeviceProgram, chunks: int) -> tuple[bool, ...]:
-    """Return ``ExchangeProgram.overwrites``. The first values, one for each of the ``chunks``, are contributions."""
-    sent: set[int] = set()
-    found = []
-    for stage in part.stages:
-        sent |= {value for value, _ in stage.sends if value < chunks}
-        results = {made for made, *_ in stage.combinations} & {*part.results}
-        found.append(any(part.values[made].chunk in sent for made in results))
-    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -231,22 +216,10 @@ class Exchange:
     ``run_stage([self], t)``. Then the results of piece t - ``delay`` are at ``program.results_at(t - delay)``. After
     the last piece the caller calls ``close``. All hosts make the same calls. After a failure the caller must keep the
     exchange until the transport is freed, since messages may still be written to its memory.
-
-    ``addresses``: of the caller's buffers, if the exchange uses them (see ``ExchangeProgram.arrays``). Then the caller
-    writes no partial result, and finds the results in its buffer.
     """
 
-    def __init__(
-        self,
-        program: ExchangeProgram,
-        transport: Transport,
-        tag: int,
-        timeout_s: float,
-        addresses: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, program: ExchangeProgram, transport: Transport, tag: int, timeout_s: float) -> None:
         self._program = program
-        # Only used buffers need an address: a rank that receives nothing, for example, has no buffer for it.
-        self._arrays = [addresses[k] if k < len(addresses) else 0 for k in program.arrays or ()]
         self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
         self._memory = kernels.memory(max(1, program.nbytes + LINE))
         self.base = _rounded_to_lines(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
@@ -289,11 +262,7 @@ class Exchange:
     def _places(self, piece: int) -> list[tuple[int, int, int]]:
         """Return address, bytes and number of elements of each value of a piece."""
         base, memory = self.base + self._program.partial_at(piece), self._program.pieces[piece]
-        bases = [base] * len(memory.places)
-        if self._arrays:
-            start = self._program.starts[piece] * itemsize(self._program.numbers.dtype)
-            bases = [(*(array + start for array in self._arrays), base)[k] for k in memory.arrays]
-        return [(at + place, nbytes, size) for at, (place, nbytes, size) in zip(bases, memory.places, strict=True)]
+        return [(base + place, nbytes, size) for place, nbytes, size in memory.places]
 
     def post_receives(self, stage: int) -> None:
         """Start to receive the messages of a stage. Before memory is used again, wait for the sends from it."""
@@ -322,8 +291,6 @@ class Exchange:
     def _finish(self, piece: int, r: int) -> None:
         """Wait for the messages of round ``r`` of a piece, and combine their values."""
         self._wait(self._receives.pop((piece, r)))
-        if self._arrays and self._program.overwrites[r]:
-            self._wait(self._sends[piece % self._program.window])
         for combination in self._program.part.stages[r].combinations:
             if self._program.pieces[piece].places[combination.made][1]:
                 self._combine(piece, combination)

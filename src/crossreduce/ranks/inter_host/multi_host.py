@@ -320,7 +320,7 @@ class MultiHostEngine:
             outcome = runner.start(executable.program, addresses, executable.text, executable.stages)
             return self.resume(executable, outcome, runner, timeout_s)
         self.digest = executable.digest
-        exchanges = tuple(self._new_exchange(program, timeout_s, addresses) for program in executable.exchanges)
+        exchanges = tuple(self._new_exchange(program, timeout_s) for program in executable.exchanges)
         self._exchanges, addresses = exchanges, (*addresses, *(exchange.base for exchange in exchanges))
         same_here = runner.begin(executable.program, addresses, executable.text, 2)
         same = same_here
@@ -406,10 +406,10 @@ class MultiHostEngine:
         if delivered:
             self.memory.native.trace(TracePhase.COPY_OUT, stage)
 
-    def _new_exchange(self, program: ExchangeProgram, timeout_s: float, addresses: Sequence[int]) -> Exchange:
+    def _new_exchange(self, program: ExchangeProgram, timeout_s: float) -> Exchange:
         if program.numbers.exact:
             return ExactExchange(program, self.transport, TAG, timeout_s, sum(map(len, self.hosts)))
-        return Exchange(program, self.transport, TAG, timeout_s, addresses)
+        return Exchange(program, self.transport, TAG, timeout_s)
 
     def _fold(
         self, executable: RankExecutable, exchanges: Sequence[Exchange], addresses: tuple[int, ...], piece: int
