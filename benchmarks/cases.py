@@ -27,7 +27,21 @@ class Sizes(NamedTuple):
 QUICK = Sizes(large=1 << 16, sources=1 << 20, repeats=2, many_repeats=2, quick=True)
 
 
-class Case:
+class Turns:
+    """Compares contenders that ran in turn: ``times`` are their seconds by turn, and ``rows`` have their bytes."""
+
+    def ratio(self, this: str, other: str) -> float | None:
+        """Return the median over the turns of time of ``this`` / time of ``other``; ``None``: one was not measured."""
+        if this not in self.times or other not in self.times:
+            return None
+        return statistics.median(a / b for a, b in zip(self.times[this], self.times[other], strict=True))
+
+    def relative_rate(self, this: str, other: str) -> float:
+        """Return the bytes per second of ``this``, divided by those of ``other``."""
+        return self.ratio(other, this) * self.rows[this]["bytes"] / self.rows[other]["bytes"]
+
+
+class Case(Turns):
     """Times contenders in turn, checks their results, and compares measured values with targets."""
 
     def __init__(self, name: str, contenders: dict[str, Contender], repeats: int, sizes: Sizes):
@@ -44,16 +58,6 @@ class Case:
         for key, row in self.rows.items():
             times = " ".join(f"{row[x] * 1e3:{w}.4g}" for x, w in (("median_s", 10), ("min_s", 9), ("max_s", 9)))
             print(f"  {key:42} {times} {row['GBps']:6.1f}  {row['results']}")
-
-    def ratio(self, this: str, other: str) -> float | None:
-        """Return the median over the turns of time of ``this`` / time of ``other``; ``None``: one was not measured."""
-        if this not in self.times or other not in self.times:
-            return None
-        return statistics.median(a / b for a, b in zip(self.times[this], self.times[other], strict=True))
-
-    def relative_rate(self, this: str, other: str) -> float:
-        """Return the bytes per second of ``this``, divided by those of ``other``."""
-        return self.ratio(other, this) * self.rows[this]["bytes"] / self.rows[other]["bytes"]
 
     def require_speed(self, ours: str, other: str, least: float) -> None:
         """Set the target that ``ours`` is at least ``least`` times as fast as another contender."""

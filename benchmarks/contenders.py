@@ -129,21 +129,21 @@ def plain_sum(xs: list[np.ndarray]) -> np.ndarray:
 
 
 def ours(
-    batch: Batch, algorithm: str, with_out: bool = False, to: str | None = None, exact: bool | None = False
+    batch: Batch, algorithm: str, with_out: bool = False, to: str = "", exact: bool | None = False, op: str = "sum"
 ) -> Contender:
     """Return a contender that calls ``reduce`` for one tensor, ``batch_reduce`` for several.
 
-    ``to``: the only device that gets the results; ``None``: all devices of the tensors get them.
+    ``to``: the only device that gets the results; by default, all devices of the tensors get them.
     """
-    op = cr.AllReduceCrossDeviceOps(algorithm)
+    ops = cr.AllReduceCrossDeviceOps(algorithm)
     values = [cr.PerReplica(xs) for xs in batch.tensors]
     outs = [cr.PerReplica(xs[:1] if to else xs) for xs in batch.outs]
     if len(values) == 1:
         keywords = {"out": outs[0]} if with_out else {}
-        return Contender(batch, lambda: [op.reduce("sum", values[0], to or values[0], **keywords)], components, exact)
+        return Contender(batch, lambda: [ops.reduce(op, values[0], to or values[0], **keywords)], components, exact)
     keywords = {"out": outs} if with_out else {}
     pairs = [(value, to or value) for value in values]
-    return Contender(batch, lambda: op.batch_reduce("sum", pairs, **keywords), components, exact)
+    return Contender(batch, lambda: ops.batch_reduce(op, pairs, **keywords), components, exact)
 
 
 def components(results: Any) -> Arrays:

@@ -13,9 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import importlib
-import importlib.metadata
 import json
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,8 @@ from unittest import mock
 import numpy as np
 
 import crossreduce as cr
-from crossreduce.engines import cuda, loop
+from crossreduce.cli.bench.machine import machine
+from crossreduce.engines import cuda
 from crossreduce.engines.cuda import driver, memory
 
 SUPPORT = Path(__file__).parents[1] / "tests/support"
@@ -39,7 +38,6 @@ from cuda_cases import ALGORITHMS
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "complex64", "complex128", "int8", "int64", "uint8", "bool")
 MODULES = ("kernels._native", "frameworks._numpy_arrays", "engines.host._calls", "engines.cuda._cuda")
-PACKAGES = ("crossreduce", "numpy", "torch", "jax", "jax-cuda13-plugin", "cupy-cuda13x", "nvidia-nccl-cu13", "optree")
 COMPUTE_MODE = 20  # CUDA's attribute; 0: processes share the device
 N, TURNS, CALLS, GRADIENTS, KEY = 8, 6, 300, 161, "161 gradients, deterministic, kernels of a call"
 NAMES = ["cuda:0", *(f"cuda:0#{k}" for k in range(1, 16))]
@@ -52,16 +50,20 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def main(of_gpus: dict[str, Callable[[Gpus], None]], others: dict[str, Callable[[Any], None]]) -> None:
-    """Run the case that the command line names: a function of the devices, or one of the arguments."""
+def main(of_gpus: dict[str, Callable[[Gpus], None]], others: dict[str, Callable[[bool], None]]) -> None:
+    """Run the case that the command line names: a function of the devices, or of whether the driver is the fake one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case", choices=[*of_gpus, *others], metavar="CASE")
     parser.add_argument("--driver", choices=("real", "fake"), default="real")
-    parser.add_argument("--json", type=Path, help="where the results of host cost are kept")
     given = parser.parse_args()
-    function, gpus = (of_gpus | others)[given.case], devices(given.driver) if given.case in of_gpus else None
-    function(gpus or given)
-    if gpus:
+    function, is_fake = (of_gpus | others)[given.case], given.driver == "fake"
+    if given.case in others:
+        function(is_fake)
+    else:
+        gpus = importlib.import_module("fake_cuda_torch").FakeGpus() if is_fake else Gpus()
+        assert not driver.unusable(), driver.unusable()
+        fake_cuda.engine_only().start()
+        function(gpus)
         gpus.release()
     text = getattr(function, "func", function).__doc__ or ""
     say(note="; ".join(filter(None, NOTES)) or text.partition("\n")[0], done=True)
@@ -70,12 +72,6 @@ def main(of_gpus: dict[str, Callable[[Gpus], None]], others: dict[str, Callable[
 def named(*functions: Callable[[Any], None]) -> dict[str, Callable[[Any], None]]:
     """Return functions by their names, with spaces."""
     return {function.__name__.replace("_", " "): function for function in functions}
-
-
-def engine_only() -> Any:
-    """Return a context in which a call fails if a framework's operations reduce its arrays, not the CUDA engine."""
-    refused = AssertionError("the framework's operations reduced the arrays, not the CUDA engine")
-    return mock.patch.object(loop, "_reduce_buffer", side_effect=refused)
 
 
 class Gpus:
@@ -132,29 +128,18 @@ class Gpus:
         return lambda: (graph.replay(), results)[1]
 
 
-def devices(name: str) -> Gpus:
-    """Return the devices of a driver, on which from now on only the CUDA engine may reduce."""
-    engine_only().start()
-    gpus = importlib.import_module("fake_cuda_torch").FakeGpus() if name == "fake" else Gpus()
-    assert not driver.unusable(), driver.unusable()
-    return gpus
-
-
 class Kernels:
     """The kernels on device 0. As attributes they are the functions that cuda_launches.check of the tests calls."""
 
-    def __init__(self, name: str) -> None:
-        self.fake = fake_cuda.FakeDriver(1) if name == "fake" else None
+    def __init__(self, is_fake: bool) -> None:
+        self.driver = fake_cuda.FakeDriver(1) if is_fake else fake_cuda.Driver()
         assert not driver.unusable(), driver.unusable()
-        self.driver = fake_cuda.Driver()
-        self.driver.on(0)
+        fake_cuda.Driver.on(self.driver, 0)
         about, has_large = driver.native().describe(0), driver.accepts_large_tables(0)
         self.multiprocessors = about["multiprocessors"]
         self.every = [each for each in cuda_launches.kernels() if has_large or each.room < cuda_launches.LARGE]
-        module = self.driver.give("cuModuleLoadData", driver._code(about["capability"]))
-        self.functions = {
-            name: self.driver.give("cuModuleGetFunction", module, name.encode()) for name, *_ in self.every
-        }
+        code = self.driver.give("cuModuleLoadData", driver._code(about["capability"]))
+        self.functions = {name: self.driver.give("cuModuleGetFunction", code, name.encode()) for name, *_ in self.every}
 
     def block(self, nbytes: int) -> np.ndarray:
         """Return pinned memory, which is never freed; all bytes are 0xA5."""
@@ -167,11 +152,9 @@ class Kernels:
         """Launch a kernel in the default stream."""
         self.driver.launch(self.functions[name], buffer, blocks)
 
-    def wait(self) -> None:
-        self.driver.call("cuStreamSynchronize", None)
-
     def __getattr__(self, name: str) -> Callable[[Any, Any], None]:
-        return lambda buffer, blocks: (self.queue(name, buffer, blocks.value), self.wait())[1]
+        wait = partial(self.driver.call, "cuStreamSynchronize", None)
+        return lambda buffer, blocks: (self.queue(name, buffer, blocks.value), wait())[1]
 
 
 def versions(gpus: Gpus) -> None:
@@ -182,21 +165,21 @@ def versions(gpus: Gpus) -> None:
         assert not (why := driver.lacks_kernels(number)), why
         if fake_cuda.Driver().give("cuDeviceGetAttribute", COMPUTE_MODE, number, kind=ctypes.c_int):
             say(exclusive=True)  # then the cases run one after another
-    found = [f"{each.name} {each.version}" for each in importlib.metadata.distributions() if each.name in PACKAGES]
-    NOTES.extend([*driver.devices(), f"python {platform.python_version()}, {', '.join(found)}"])
+    say(row=(about := machine()))
+    NOTES.extend([*driver.devices(), *(f"{name} {version}" for name, version in about["versions"].items())])
 
 
-def kernels(given: argparse.Namespace) -> None:
+def kernels(is_fake: bool) -> None:
     """Launch each kernel once for each of its uses, and compare."""
-    library, draw = Kernels(given.driver), np.random.default_rng(1)
+    library, draw = Kernels(is_fake), np.random.default_rng(1)
     for kernel in library.every:
         cuda_launches.check(library, kernel, draw, library.block)
     NOTES.append(f"{len(library.functions)} kernels agree with the reference, bit for bit")
 
 
-def raw_launches(given: argparse.Namespace) -> None:
+def raw_launches(is_fake: bool) -> None:
     """Launch each kernel on memory of exactly the size of each array, for memcheck; the values are not looked at."""
-    library, draw, made = Kernels(given.driver), np.random.default_rng(1), list[int]()
+    library, draw, made = Kernels(is_fake), np.random.default_rng(1), list[int]()
 
     def address_of(size: int, nbytes: int, _: bool) -> int:
         offset = int(draw.choice([0, 0, 1, 2])) * nbytes
@@ -204,17 +187,16 @@ def raw_launches(given: argparse.Namespace) -> None:
         return made[-1] + offset
 
     for kernel in {kernel.name: kernel for kernel in library.every}.values():
-        library.queue(kernel.name, cuda_launches.launch_of(kernel, (1, 37, 5003), 2, address_of)[0], 7)
-        library.wait()
+        launch, _ = cuda_launches.launch_of(kernel, (1, 37, 5003), 2, address_of)
+        getattr(library, kernel.name)(launch, ctypes.c_uint32(7))
         while made:
             library.driver.call("cuMemFree_v2", made.pop())
-    assert not library.fake or not library.fake.report(), library.fake.report()[:3]
+    assert not library.driver.report(), library.driver.report()[:3]
     NOTES.append(f"{len(library.functions)} kernels launched on arrays without a byte to spare")
 
 
 def calls(gpus: Gpus) -> None:
     """Draw calls and compare; the engine must run at least nine of ten (it leaves some kinds to torch)."""
-    mock.patch.stopall()
     draw, by_engine, count = np.random.default_rng(1), 0, 60 if gpus.is_fake else CALLS
     for _ in range(count):
         dtype = str(draw.choice(DTYPES))
@@ -226,6 +208,7 @@ def calls(gpus: Gpus) -> None:
 
 def drawn_call(gpus: Gpus, draw: np.random.Generator, dtype: str, op: str) -> bool:
     """Run a drawn call twice and compare all results; return whether the CUDA engine ran it."""
+    mock.patch.stopall()
     torch, n, ran, inner = gpus.torch, int(draw.integers(1, draw.choice([3, 9, 21]))), [], cuda.CudaExecutable.run
     places = [k * gpus.count // n for k in range(n)]
     mode, ops = draw.choice(["new", "out", "in place"]), cr.AllReduceCrossDeviceOps(str(draw.choice(ALGORITHMS)))
@@ -305,9 +288,6 @@ def reuse(gpus: Gpus) -> None:
         xs = [full(gpus, 0, gpus.size * step) for _ in range(N)]
         right = fill_all(gpus, xs, turn)
         results = reduced([x[::step] for x in xs])
-        for x in xs[: N // 2]:
-            gpus.fill(x, 77)
-        del x
         xs.clear()
         others = [full(gpus, 5) for _ in range(2 * N)]
         expect(gpus, results, right)
@@ -357,12 +337,11 @@ def deterministic(gpus: Gpus) -> None:
     say(row={"kernels": found[:20]}, measured={KEY: len(found)} if found else {})
 
 
-def expandable_segments(gpus: Gpus, at_run_time: bool = False) -> None:
-    """Calls are right where torch's allocator has expandable segments, or gets them after its first use."""
+def expandable_segments(gpus: Gpus) -> None:
+    """Calls are right where torch's allocator gets expandable segments after its first use."""
     full(gpus, 0)
-    if at_run_time and not gpus.is_fake:
+    if not gpus.is_fake:
         gpus.torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    mock.patch.stopall()
     draw = np.random.default_rng(2)
     assert all(drawn_call(gpus, draw, "float32", "sum") for _ in range(40)), "the CUDA engine did not run"
 
@@ -393,7 +372,6 @@ def dlpack_from_jax(gpus: Gpus) -> None:
 
 
 ORDER = named(side_stream, reuse, graph, threads, deterministic, expandable_segments, dlpack_from_cupy, dlpack_from_jax)
-ORDER["expandable segments at run time"] = partial(expandable_segments, at_run_time=True)
 
 if __name__ == "__main__":
     main(named(versions, calls) | ORDER, named(kernels, raw_launches))

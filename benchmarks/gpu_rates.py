@@ -5,14 +5,13 @@ many calls until the device has finished. A time is the median over the turns of
 median of the ratios within the turns. A row says how many bytes a contender moves (reads plus writes, as its kernels
 are written) and what share of the rate of torch's ``copy_`` that is. The sums of all contenders are checked.
 
-``python gpu_rates.py "host cost" [--json FILE]`` needs no GPU, but g++: it measures what calls cost on the host apart
-from the driver's own time. The calls of its driver do nothing (stub_cuda.cpp of the tests), and host tensors stand in
-for those on CUDA devices. Times are CPU times of the calling thread, since other programs may use the CPUs.
+``python gpu_rates.py "host cost"`` needs no GPU, but g++: it measures what calls cost on the host apart from the
+driver's own time, for results/. The calls of its driver do nothing (stub_cuda.cpp of the tests), and host tensors stand
+in for those on CUDA devices. Times are CPU times of the calling thread, since other programs may use the CPUs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import importlib
@@ -25,10 +24,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import optree
+from cases import Turns
 from common import keep, samples, summary
-from gpu_checks import NAMES, NOTES, Gpus, Kernels, Run, cuda_launches, engine_only, fake_cuda, main, named, say
-from host_reduction import resnet50
+from contenders import Batch, ours
+from gpu_checks import NAMES, NOTES, Gpus, Kernels, Run, cuda_launches, fake_cuda, main, named, say
+from host_reduction import RESNET50
 
 import crossreduce as cr
 
@@ -38,18 +38,17 @@ SIZES, FAKE_SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 24, LARGE), (1 << 10, 1 << 
 SHORT, TURNS, LEAST_S = 1 << 22, 5, 0.01  # below SHORT the host's time would count, so graphs are measured, too
 BLOCKS = (1, 2, 4, 8)  # per multiprocessor; the library uses 4
 COUNTS = ((8, 1), (8, 8), (2, 2), (16, 16))  # of sources and results
-RESNET = [tuple(shape) for shape in optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))]
-Contender = tuple[Run, int]  # returns a list of results per tensor, or ``None``; and the bytes that it moves
+Moving = tuple[Run, int]  # returns a list of results per tensor, or ``None``; and the bytes that it moves
 
 
-class Times:
+class Times(Turns):
     """The times of contenders, each of which is reported as a row. Another library that fails is left out.
 
     The note gets the rate of ours, relative to that of the first contender.
     """
 
-    def __init__(self, gpus: Any, name: str, contenders: dict[str, Contender], tensors: Any = None) -> None:
-        self.nbytes, runs = {key: nbytes for key, (_, nbytes) in contenders.items()}, {}
+    def __init__(self, gpus: Any, name: str, contenders: dict[str, Moving], tensors: Any = None) -> None:
+        runs, self.rows = {}, {}
         for key, (run, _) in contenders.items():
             try:
                 check(gpus, key, run(), tensors)
@@ -61,18 +60,13 @@ class Times:
         clock = lambda: (gpus.synchronize(), time.perf_counter())[1]  # noqa: E731
         self.times = samples(runs, *((1,) if gpus.is_fake else (TURNS, 1, LEAST_S)), clock=clock)
         for key, times in self.times.items():
-            row = {"case": name, "contender": key, **summary(times)}
-            say(row={**row, "bytes": self.nbytes[key], "of_first": self.share(key)})
+            self.rows[key] = {"case": name, "contender": key, **summary(times), "bytes": contenders[key][1]}
+            say(row={**self.rows[key], "of_first": self.share(key)})
         NOTES.append(f"{name}: {self.share(IN_GRAPH if IN_GRAPH in runs else NEW):.2f}" if NEW in runs else "")
-
-    def faster(self, ours: str, other: str) -> float:
-        """Return how many times as fast one contender is as another."""
-        return statistics.median(b / a for a, b in zip(self.times[ours], self.times[other], strict=True))
 
     def share(self, key: str) -> float:
         """Return the rate of a contender relative to that of the first one."""
-        first = next(iter(self.times))
-        return self.faster(key, first) * self.nbytes[key] / self.nbytes[first]
+        return self.relative_rate(key, next(iter(self.times)))
 
 
 def check(gpus: Gpus, name: str, results: Any, tensors: list[list[Any]] | None) -> None:
@@ -85,20 +79,16 @@ def check(gpus: Gpus, name: str, results: Any, tensors: list[list[Any]] | None) 
         assert all(((got - right).abs() <= bound).all() for got in parts[n:]), f"{name}: wrong sums"
 
 
-def contenders(
-    gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum", beside: bool = False
-) -> dict[str, Contender]:
+def ways(gpus: Gpus, rows: list[list[Any]], results: int, op: str = "sum", beside: bool = False) -> dict[str, Moving]:
     """Return a copy, and ``batch_reduce`` to one or all replicas: with new results and ``out=``, and in a graph.
 
-    ``beside``: and torch's usual ways, a stack and its sum, and a chain of additions.
+    ``beside``: and torch's usual ways, a stack and its sum, and a chain of additions; of one tensor also ``others``.
     """
-    (n,), nbytes, torch = {len(row) for row in rows}, sum(row[0].nbytes for row in rows), gpus.torch
-    values = [cr.PerReplica(row, NAMES[:n]) for row in rows]
-    out = [cr.PerReplica([gpus.put(x.clone()) for x in row[:results]], NAMES[:results]) for row in rows]
-    ops, pairs = cr.AllReduceCrossDeviceOps("direct"), [(x, x if results > 1 else NAMES[0]) for x in values]
+    n, nbytes, torch = len(rows[0]), sum(row[0].nbytes for row in rows), gpus.torch
+    batch = Batch(rows, [[gpus.put(x.clone()) for x in row[:results]] for row in rows])
     to, x = (gpus.random((nbytes // rows[0][0].itemsize,), rows[0][0].dtype) for _ in range(2))
-    run = lambda more: [list(each) for each in ops.batch_reduce(op, pairs, **more)]  # noqa: E731
-    runs = {NEW: partial(run, {}), OUT: partial(run, {"out": out})}
+    end = "" if results > 1 else NAMES[0]
+    runs = {key: ours(batch, "direct", key == OUT, end, op=op).run for key in (NEW, OUT)}
     if nbytes < SHORT or rows[1:]:
         runs[IN_GRAPH] = gpus.captured(runs[NEW])
     made = {COPY: (lambda: [to.copy_(x)].clear(), 2 * nbytes)}
@@ -109,10 +99,11 @@ def contenders(
         chain = lambda: [copied(reduce(torch.Tensor.add_, row[2:], torch.add(*row[:2]))) for row in rows]  # noqa: E731
         made[STACK] = stack, (3 * n + 2 * results - 1) * nbytes
         made["torch add_ chain"] = chain, (3 * n + 2 * results - 5) * nbytes
+        made |= {} if rows[1:] else others(gpus, rows[0], results)
     return made
 
 
-def others(gpus: Gpus, xs: list[Any], results: int) -> dict[str, Contender]:
+def others(gpus: Gpus, xs: list[Any], results: int) -> dict[str, Moving]:
     """Return a jitted sum of JAX and CuPy's elementwise kernel, with as many results."""
     n, nbytes = len(xs), (len(xs) + results) * xs[0].nbytes
 
@@ -144,13 +135,10 @@ def rates(gpus: Gpus, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> 
     sizes = (FAKE_SIZES if gpus.is_fake else SIZES)[0 if ops == ("sum",) else -1 :]
     for dtype, size, op in product((gpus.torch.float32, gpus.torch.bfloat16), sizes, ops):
         rows, is_last = [[gpus.random((size // dtype.itemsize,), dtype) for _ in range(n)]], size == sizes[-1]
-        is_compared = n == 8 and is_last and op == "sum"
-        made = contenders(gpus, rows, results, op, is_compared) | (
-            others(gpus, rows[0], results) if is_compared else {}
-        )
+        made = ways(gpus, rows, results, op, n == 8 and is_last and op == "sum")
         times = Times(gpus, f"{str(dtype)[6:]} {op} {size >> 10} KiB", made, rows if op == "sum" else None)
         if is_last and dtype is gpus.torch.float32:
-            found = {f"times as fast as {key}": times.faster(NEW, key) for key in (STACK, JIT) if key in times.times}
+            found = {f"times as fast as {key}": times.ratio(key, NEW) for key in (STACK, JIT) if key in times.times}
             found["share of the copy rate"] = times.share(NEW)
             say(measured={f"{op} {n} to {results}, {key}": value for key, value in found.items()})
         del rows, made, times
@@ -159,9 +147,9 @@ def rates(gpus: Gpus, n: int, results: int, ops: tuple[str, ...] = ("sum",)) -> 
 
 def gradients(gpus: Gpus) -> None:
     """Measure the 161 gradients of ResNet-50: eager, with ``out=``, in a graph, beside torch."""
-    shapes = [(min(math.prod(shape), 100),) if gpus.is_fake else shape for shape in RESNET]
+    shapes = [(min(math.prod(shape), 100),) if gpus.is_fake else shape for shape in RESNET50]
     rows = [[gpus.random(shape) for _ in range(8)] for shape in shapes]
-    made = contenders(gpus, rows, 8, beside=True)
+    made = ways(gpus, rows, 8, beside=True)
     times = Times(gpus, "161 gradients", made, rows)
     host = samples({key: made[key][0] for key in (NEW, OUT)}, 15)  # until a call returns
     us = {key: 1e6 * statistics.median(each) for key, each in host.items()}
@@ -175,7 +163,7 @@ def gradients(gpus: Gpus) -> None:
 
 def kernels_and_grids(gpus: Gpus) -> None:
     """Measure single kernels of sums: a fixed or any number of sources, in several grids."""
-    library = Kernels("")  # on the driver that is loaded
+    library = Kernels(False)  # on the driver that is loaded
     kinds = (("sum_f32", 4, "float32"), ("sum_bf16", 4, "bfloat16"), ("sum_f64", 8, "float64"))
     for (kernel, wide, dtype), size in product(kinds, FAKE_SIZES[:1] if gpus.is_fake else (1 << 20, LARGE)):
         kind = getattr(gpus.torch, dtype)
@@ -197,19 +185,16 @@ def kernels_and_grids(gpus: Gpus) -> None:
         gpus.release()
 
 
-def jax_arrays(given: argparse.Namespace, is_traced: bool) -> None:
+def jax_arrays(is_fake: bool, is_traced: bool) -> None:
     """Check and measure sums of 8 JAX arrays to 8 results: the custom call, which XLA may replay as a graph."""
-    is_fake = given.driver == "fake"
-    stand_in = is_fake and importlib.import_module("cuda_jax_runs").gpus()
-    with stand_in or contextlib.nullcontext():
+    with importlib.import_module("cuda_jax_runs").gpus() if is_fake else contextlib.nullcontext():
         import jax
 
         from crossreduce.engines.cuda import jax as cuda_jax
 
         assert is_fake or jax.default_backend() == "gpu", "JAX has no GPU"
-        last = [None]  # the results of the last call
-        kept = lambda run, xs: last.__setitem__(0, run(*xs))  # noqa: E731
-        here = SimpleNamespace(is_fake=is_fake, synchronize=lambda: jax.block_until_ready(last))
+        later = jax.jit(lambda: jax.numpy.zeros(1))  # XLA's stream runs it after all earlier calls
+        here = SimpleNamespace(is_fake=is_fake, synchronize=lambda: jax.block_until_ready(later()))
         traced = jax.jit(lambda *xs: list(cr.all_reduce(list(xs))))
         eager = lambda *xs: list(cr.all_reduce(list(xs), devices=NAMES[:8]))  # noqa: E731
         runs = {JIT: jax.jit(lambda *xs: [sum(xs[1:], xs[0])] * 8), NEW: traced if is_traced else eager}
@@ -218,15 +203,15 @@ def jax_arrays(given: argparse.Namespace, is_traced: bool) -> None:
             for turn in range(3):
                 values = [draw.standard_normal(size // 4, "float32") + turn for _ in range(8)]
                 right, xs = cr.all_reduce(values)[0], [jax.device_put(x, jax.devices()[0]) for x in values]
-                with engine_only():
+                with fake_cuda.engine_only():
                     results = runs[NEW](*xs)
                 assert all(np.asarray(x).tobytes() == right.tobytes() for x in results), f"wrong bits: {size} bytes"
             count = traced.lower(*xs).as_text().count(f"@{cuda_jax.TARGET}")
             assert count == 1 or not is_traced, f"the program has {count} custom calls, not 1"
-            Times(here, f"{size >> 10} KiB", {key: (partial(kept, run, xs), 16 * size) for key, run in runs.items()})
+            Times(here, f"{size >> 10} KiB", {key: (partial(run, *xs), 16 * size) for key, run in runs.items()})
 
 
-def host_cost(given: argparse.Namespace) -> None:
+def host_cost(_: bool) -> None:
     """Measure what calls cost on the host, where the calls of the driver do nothing."""
     import fake_cuda_torch
     import torch
@@ -237,22 +222,19 @@ def host_cost(given: argparse.Namespace) -> None:
     ctypes.CDLL(str(fake_cuda.built(stub=True)), ctypes.RTLD_GLOBAL)
     memory, result = fake_cuda_torch.install(), {}
     prepared.compiled_module().use_device_type(1)  # the CPU's: host tensors are taken for those of cuda:0
-    for name, shapes, places in (("1 KiB, one GPU", [(256,)], [0] * 8), ("161 gradients, 8 GPUs", RESNET, range(8))):
+    for name, shapes, places in (("1 KiB, one GPU", [(256,)], [0] * 8), ("161 gradients, 8 GPUs", RESNET50, range(8))):
         rows, outs = ([[memory.put(torch.ones(shape), k) for k in places] for shape in shapes] for _ in range(2))
-        values, into = ([cr.PerReplica(row) for row in each] for each in (rows, outs))
-        trees = [list(leaves) for leaves in zip(*rows, strict=True)]
-        op, pairs = cr.AllReduceCrossDeviceOps("direct"), [(x, x) for x in values]
+        trees, op = [list(leaves) for leaves in zip(*rows, strict=True)], cr.AllReduceCrossDeviceOps("direct")
         runs = {
-            "batch_reduce in place": partial(op.batch_reduce, "sum", pairs, out=values),
-            "batch_reduce with out=": partial(op.batch_reduce, "sum", pairs, out=into),
-            "batch_reduce with new results": partial(op.batch_reduce, "sum", pairs),
-            "cr.all_reduce of lists": partial(cr.all_reduce, trees, "sum", cross_device_ops=op),
+            "in place": ours(Batch(rows, rows), "direct", with_out=True).run,
+            "out=": ours(Batch(rows, outs), "direct", with_out=True).run,
+            "new results": ours(Batch(rows, outs), "direct").run,
+            "cr.all_reduce of lists": partial(cr.all_reduce, trees, cross_device_ops=op),
         }
         result[name] = {key: summary(each) for key, each in samples(runs, 25, 1, 0.01, clock=time.thread_time).items()}
         print(name, *(f"{key:30} {row['median_s'] * 1e6:9.2f} us" for key, row in result[name].items()), sep="\n  ")
         memory.release()
-    if given.json:
-        keep("cuda_host_cost", {"driver": "stub", "clock": "CPU time", "cases": result}, given.json)
+    keep("cuda_host_cost", {"driver": "stub", "clock": "CPU time", "cases": result})
 
 
 RATES = {f"{n} to {m}": partial(rates, n=n, results=m) for n, m in COUNTS}

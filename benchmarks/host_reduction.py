@@ -148,6 +148,9 @@ def resnet50() -> dict[str, Any]:
     return {**tree, "classifier": {"weight": (1000, of), "bias": (1000,)}}
 
 
+RESNET50 = optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))  # the shapes in their order
+
+
 def gradients(sizes: Sizes, alone: bool) -> Case:
     """Return the case of ResNet-50's gradients as trees, beside the frameworks or (``alone``) one tensor of that size.
 
@@ -238,7 +241,7 @@ def sources(sizes: Sizes, to_one: bool) -> Case:
     name = ("{} to 1" if to_one else "{} to each").format
     for n in counts:
         one = batch(n, 1 if to_one else n)
-        contenders[name(n)] = ours(one, "direct", with_out=True, to="cpu:0" if to_one else None, exact=True)
+        contenders[name(n)] = ours(one, "direct", with_out=True, to="cpu:0" if to_one else "", exact=True)
     what = "one result" if to_one else "a result each"
     case = Case(
         f"2 to 64 sources, {what}, {size_text(sizes.sources)} read and written", contenders, sizes.repeats, sizes

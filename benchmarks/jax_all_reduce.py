@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optree
 from common import RESULTS, keep, size_text, summary, tests_on_path
 from contenders import N, jax_mesh
-from host_reduction import resnet50
+from host_reduction import RESNET50
 
 MIN_S, MAX_CALLS = 0.02, 100  # a fast contender is called repeatedly in a turn
 TARGETS = {  # the most times of all_reduce / psum, by the case
@@ -179,8 +178,7 @@ def main() -> None:
         if not options.only:
             keep("jax_processes", {"jobs": jobs}, path)
         return
-    shapes = optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))
-    gradients = [math.prod(shape) for shape in shapes]
+    gradients = [math.prod(shape) for shape in RESNET50]
     kept = {}
     for dtype in ("float32", "bfloat16"):
         width = 4 if dtype == "float32" else 2

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optree
 from cases import QUICK, Case, Sizes
 from common import RESULTS, keep, size_text
 from contenders import (
@@ -38,7 +37,7 @@ from contenders import (
     tensorflow_ops,
     tensorflow_peers,
 )
-from host_reduction import resnet50
+from host_reduction import RESNET50
 
 import crossreduce as cr
 
@@ -133,7 +132,7 @@ def in_replicas(sizes: Sizes) -> Case:
 
 def cases(sizes: Sizes) -> dict[str, Callable[[], Case]]:
     """Return, for the name of each case, a function that makes the case."""
-    shapes = optree.tree_leaves(resnet50(), is_leaf=lambda node: isinstance(node, tuple))
+    shapes = RESNET50
     if sizes.quick:
         shapes = [(min(math.prod(shape), 64),) for shape in shapes]
 

@@ -23,14 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import strategies
-from fake_cuda import PLAIN, POOL, FakeDriver
+from fake_cuda import PLAIN, POOL, FakeDriver, engine_only
 from jax_programs import draw
 from pairs import each
 
 import crossreduce as cr
 from crossreduce import values as values_module
 from crossreduce.devices import parse
-from crossreduce.engines import loop
 from crossreduce.engines.cuda import driver
 from crossreduce.engines.cuda import jax as cuda_jax
 from crossreduce.engines.cuda.jax import memory
@@ -253,10 +252,6 @@ DEVICES = {
 }
 
 
-def no_loop():
-    return mock.patch.object(loop, "_reduce_buffer", side_effect=AssertionError("the loop engine ran"))
-
-
 def value_on(devices):
     """Return a value that names destinations."""
     return cr.PerReplica([jnp.zeros(())] * len(devices), devices=devices)
@@ -275,7 +270,7 @@ def run(xla, devices, rows, op, ops, ends=None):
     here = [[jax.device_put(x, jax.devices()[HOST]) for x in row] for row in rows]
     right = [np.asarray(row[0]) for row in reduced(hosts, here, op, ops, ends)]
     given = [[xla.put(x, parse(name).index) for x, name in zip(row, devices, strict=True)] for row in rows]
-    with no_loop():
+    with engine_only():
         results = reduced(devices, given, op, ops, ends)
     read = [xla.content(row) for row in results]
     xla.fake.run()
@@ -347,7 +342,7 @@ def check_calls(xla):
     def elsewhere(size=9, places=(0, 3, 1, 4)):
         return [jax.device_put(np.full(size, 2.0**k, "float32"), jax.devices()[at]) for k, at in enumerate(places)]
 
-    with no_loop():
+    with engine_only():
         x = draw(np.random.default_rng(8), "float32", (1000,))
         with mock.patch.object(values_module, "locate", at), mock.patch.object(pipeline, "locate", at):
             for to in four, ("cuda:2", "cuda:5"), ("cuda:6",):

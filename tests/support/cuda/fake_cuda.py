@@ -15,11 +15,13 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 from compiled import compiled
 from paths import NATIVE, ROOT, SUPPORT, program, python_path
 
 import crossreduce
+from crossreduce.engines import loop
 
 PACKAGE = Path(crossreduce.__file__).parent  # with its compiled modules, where it is installed
 KERNELS = ROOT / "src/crossreduce/engines/cuda/native"
@@ -119,6 +121,12 @@ class Driver:
         graph = ctypes.c_void_p()
         self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
         return graph
+
+
+def engine_only():
+    """Return a context in which a call fails if a framework's operations reduce its arrays, not the CUDA engine."""
+    refused = AssertionError("the framework's operations reduced the arrays, not the CUDA engine")
+    return mock.patch.object(loop, "_reduce_buffer", side_effect=refused)
 
 
 def cupy_on(fake):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ def machine() -> dict[str, Any]:
         lines = cpuinfo.read_text().splitlines()
         model = next((x.partition(":")[2].strip() for x in lines if "model name" in x), model)
     versions = {}
-    for name in ("crossreduce", "numpy", "ml_dtypes", "torch", "jax", "tensorflow_cpu", "mpi4py"):
-        try:
+    gpus = "nvidia-nccl-cu12", "nvidia-nccl-cu13", "jax-cuda13-plugin", "cupy-cuda12x", "cupy-cuda13x"
+    for name in ("crossreduce", "numpy", "ml_dtypes", "torch", "jax", "tensorflow_cpu", "mpi4py", *gpus):
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
