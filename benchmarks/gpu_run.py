@@ -222,7 +222,10 @@ def main() -> int:
     chosen = [case for name, case in names.items() if name.startswith(given.only)]
     if not chosen:
         parser.error(f"argument --only: no case begins with {given.only!r}. There are: {', '.join(names)}")
-    run = Run(given.out.absolute(), given.seconds)
+    try:
+        run = Run(given.out.absolute(), given.seconds)
+    except OSError as error:
+        parser.error(f"argument out: results cannot be written there: {error}")
     for each in signal.SIGINT, signal.SIGTERM:
         signal.signal(each, lambda *_: setattr(run, "stopped", "a signal came"))
     for stage in range(len(SHARES)):
