@@ -27,9 +27,10 @@ class GpuKind(NamedTuple):
     package: int = 0  # the number of xGMI links that join the two halves of a package, if a half is a device
 
 
-# The lines with names: those of nvidia-smi -L and of nvidia-smi's table, and those of rocm-smi --showproductname.
+# The lines with names: those of nvidia-smi -L (or "GPU 0,1: ..." in reports) and of nvidia-smi's table, and those of
+# rocm-smi --showproductname.
 _LINES: Final = (
-    re.compile(r"GPU\s*[0-9]+:\s*(.+?)\s*(?:\(UUID|$)"),
+    re.compile(r"GPU\s*[0-9]+(?:,\s*[0-9]+)*:\s*(.+?)\s*(?:\(UUID|$)"),
     re.compile(r"\|\s*[0-9]+\s+((?:NVIDIA|Tesla|Quadro|GeForce)\b.+?)\s+(?:On|Off)\b"),
     re.compile(r"Card (?:[Ss]eries|[Mm]odel)\s*:\s*(.+?)\s*$"),
     re.compile(r"(?:Device|Market)[_ ]Name\s*:\s*(.+?)\s*$", re.IGNORECASE),

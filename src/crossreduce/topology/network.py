@@ -28,31 +28,53 @@ class Cards(NamedTuple):
     latency_s: Fraction
 
 
-def network_speed(nics: object, hosts: int, names: Sequence[str]) -> tuple[Fraction, Fraction]:
-    """Return the GB/s and the latency of a network card, given its line rate in Gb/s or its kind, such as "ndr".
+def network_cards(nics: object, hosts: int, listed: Sequence[str]) -> Cards:
+    """Return the network cards of a host, given their line rate in Gb/s or their kind, such as "ndr".
 
-    ``hosts`` is the number of hosts, and ``names`` the cards that the table lists.
+    ``hosts`` is the number of hosts, and ``listed`` the cards in the table. If there are none, ``nics`` also states
+    their number: "8x400".
 
-    >>> network_speed(400, 2, ["NIC0"]) == network_speed("ndr", 2, ["NIC0"])
+    >>> network_cards(400, 2, ["NIC0"]) == network_cards("ndr", 2, ["NIC0"])
     True
+    >>> network_cards("2xhdr", 2, []).names
+    ('nic0', 'nic1')
     """
     if type(hosts) is not int or not 1 <= hosts <= _MOST_HOSTS:
         raise ArgumentError.of(f"hosts must be an integer from 1 to {_MOST_HOSTS}.", shown(hosts), "hosts=2")
-    if not names:
-        remedy = "a table with rows of NICs (an NVIDIA driver from 2021 on prints them), or a machine of the library"
-        raise ArgumentError.of("the table has no network cards, which join several hosts.", f"{hosts} hosts", remedy)
+    text = str(nics).strip().lower()
+    count = re.fullmatch(r"([1-9][0-9]{0,2}) *[x*] *(.*)", text)
+    if not listed and (nics is None or count is None):
+        problem = "the table lists no network cards, which join several hosts."
+        remedy = "their number in each host and their line rate in Gb/s: --nics 8x400"
+        raise ArgumentError.of(problem, f"{hosts} hosts" + (f", nics={nics}" if nics is not None else ""), remedy)
     remedy = '--nics 400 (Gb/s, the line rate), or "edr", "hdr", "ndr", "xdr"'
     if nics is None:
         problem = "the table does not state the speed of the network cards, which several hosts need."
-        raise ArgumentError.of(problem, f"{hosts} hosts, cards {', '.join(names[:8])}", remedy)
-    text = str(nics).strip().lower()
+        raise ArgumentError.of(problem, f"{hosts} hosts, cards {', '.join(listed[:8])}", remedy)
+    if count is not None:
+        text = count[2]
+        if listed and int(count[1]) != len(listed):
+            problem = f"the table lists {len(listed)} network cards, not {count[1]}."
+            raise ArgumentError.of(
+                problem, f"nics={nics}", f"--nics {text}; cards that are far from all GPUs are left out"
+            )
+    names = tuple(listed) if listed or count is None else tuple(f"nic{k}" for k in range(int(count[1])))
     entry = read_data()["links.json"]["kinds"].get(text, {})
     if entry and ("messages_per_s" in entry or text in ("xdr", "efa", "25gbe", "100gbe")):
-        return kind(text).raw, kind(text).latency_s
+        return Cards(names, kind(text).raw, kind(text).latency_s)
     rate = re.fullmatch(r"([0-9]{1,5}(?:\.[0-9]{1,3})?) *(?:g|gb/?s?|gbit/?s?|gbe)?", text)
     if rate is None or not Fraction(rate[1]):
         raise ArgumentError.of("the speed of a network card must be Gb/s above 0, or a kind.", shown(nics), remedy)
-    return Fraction(rate[1]) / 8, kind("ndr").latency_s
+    return Cards(names, Fraction(rate[1]) / 8, kind("ndr").latency_s)
+
+
+def is_next_to(card: int, gpu: int, cards: int, gpus: int) -> bool:
+    """Return whether a card that no table lists is taken to be next to a GPU: both are divided evenly, in order.
+
+    >>> [[is_next_to(card, gpu, 2, 4) for gpu in range(4)] for card in range(2)]
+    [[True, True, False, False], [False, False, True, True]]
+    """
+    return gpu * cards // gpus == card if cards < gpus else card * gpus // cards == gpu
 
 
 def join_hosts(

@@ -214,7 +214,7 @@ class Topology:
         Args:
           known: what a table does not state: ``gpu``, the kind of GPU, such as "gb200", unless the text names it;
             ``pcie``, 3 to 6; ``between_cpus``, GB/s; ``hosts``, joined by the cards of the table; ``nics``, the line
-            rate of a card in Gb/s, or "ndr". What is not known is assumed: see the attribute ``assumed``.
+            rate of a card in Gb/s, "ndr", or "8x400". What is not known is assumed: see ``assumed``.
         Raises:
           ArgumentError: the format is wrong, the data are malformed or truncated, there are no devices, XML lacks the
             NVLink or xGMI entries of its GPUs, or an argument is invalid.

@@ -18,7 +18,9 @@ MACHINE: Final = (
     "A machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m, rocm-smi), or 'this' for this machine"
 )
 Machine = Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")]
-Nics = Annotated[str | None, Option("--nics", help="The network of the hosts; for a table, Gb/s of a card: 400.")]
+Nics = Annotated[
+    str | None, Option("--nics", help="The network of the hosts; for a table, Gb/s of a card: 400, or 8x400.")
+]
 # What a table of GPUs does not state.
 Gpu = Annotated[str | None, Option("--gpu", help="The kind of GPU in a table: gb200, mi300x.")]
 Pcie = Annotated[int | None, Option("--pcie", help="The generation of PCIe, for a table: 4.")]

@@ -1,14 +1,17 @@
 """Write the CSV file that the tuner plug-in in NCCL's repository reads: an algorithm and a protocol for each size.
 
-Input: a topology, perhaps reports of nccl-tests. Output: text. The times are those of a model of NCCL, fitted to the
-reports. Where at least two algorithms or protocols were measured for a size, the measured times decide instead.
+Input: a topology, perhaps reports of nccl-tests. Output: text. The times are those of NCCL's model (``nccl_model.py``),
+fitted to the reports. Where at least two algorithms or protocols were measured for a size, the measured times decide
+instead. CollNet, which the model does not have, is chosen only if it was measured.
 
-The model is NCCL's own: a latency, and bytes divided by a bandwidth. It has rings and trees with the protocols LL,
-LL128 and Simple. Algorithms in switches (NVLS, CollNet) and PAT are chosen only if they were measured.
+The plug-in passes the number of channels to NCCL, and passes 1 for a row with -1, which is up to 15 times as slow. So
+each row has a number. If NCCL does not offer a choice for a call, such as NVLS for a product, the plug-in continues
+with the next row that matches. So rows of rings and trees with LL and Simple, which NCCL always offers, come last.
 
-Source: NVIDIA/nccl, plugins/tuner/example/plugin.c (the columns; lines have at most 255 characters; ``#`` begins a
-comment; the first row that matches counts; both sizes are inclusive), src/graph/tuning.cc (latencies in us, factors of
-bandwidths, the correction of trees); NVIDIA/nccl-tests, src/util.cu (``env`` in reports).
+Source: NVIDIA/nccl 2.30, plugins/tuner/example/plugin.c (the columns; lines have at most 255 characters; ``#`` begins a
+comment; the first row counts that matches and that NCCL offers; both sizes are inclusive; ``*nChannels = 1``) and
+src/enqueue.cc (what NCCL does with the number); NVIDIA/nccl-tests, src/util.cu (``env`` in reports);
+eunomia-bpf/nccl-eBPF, docs/tmp/experiment-results-b300.md (one channel on 8 B300).
 """
 
 from __future__ import annotations
@@ -18,40 +21,19 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
-from functools import cached_property
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from ...errors import ArgumentError, PlanError, shown
-from ...planning import COLLECTIVES, plan
+from ...errors import ArgumentError, shown
+from ...planning import COLLECTIVES
 from ...topology import Topology
 from ...topology.measurements import read_measurements
+from .nccl_model import ALGORITHMS, PROTOCOLS, Model
 
-ALGORITHMS: Final = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
-PROTOCOLS: Final = ("ll", "ll128", "simple")
 HEADER: Final = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 LONGEST_LINE: Final = 250  # the plug-in reads 255 characters
 LARGEST: Final = 2**64 - 1  # a size_t
 _SIZES: Final = tuple(1 << power for power in range(6, 36))  # the sizes for which times are compared
-_LARGE: Final = 1 << 30
-
-# Microseconds, by algorithm, for LL, LL128 and Simple: of a call, of a step over NVLink, over PCIe and over a network.
-_CALL: Final = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
-_NVLINK: Final = {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)}
-_PCIE: Final = {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)}
-_NETWORK: Final = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)}
-_POST: Final = (1.0, 1.0, 3.0)  # more for each step over a network, to post its message
-
-# The part of its bandwidth that a tree reaches, for sizes of 64 bytes, 128 bytes, ..., 128 MiB.
-_TREE_PART: Final = (
-    (1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0),
-    (1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.9, 0.9, 1.0),
-    (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8, 0.9),
-)
-# GB/s: the most that LL reaches on one host, by a GPU's NVLink bandwidth in one direction (V100, A100, H100, B200).
-_MOST_LL: Final = ((150, 39.0), (300, 87.7), (450, 141.0), (math.inf, 282.0))
-_FASTEST_PCIE: Final = 64  # GB/s; a GPU with more bandwidth has NVLink
 
 
 class Choice(NamedTuple):
@@ -71,6 +53,7 @@ class TunerRow(NamedTuple):
     most_bytes: int
     choice: Choice
     at_bytes: int  # the size for which the time of the choice is
+    channels: int
 
 
 Key = tuple[str, str, str]  # a collective, an algorithm and a protocol
@@ -88,62 +71,95 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
 
     >>> text = to_nccl_tuner_csv(Topology.machine("hgx-h100"))
     >>> print(text.splitlines()[-1])
-    reducescatter,25165825,18446744073709551615,ring,simple,-1,1,8,-1,-1
+    reducescatter,1572865,18446744073709551615,ring,simple,64,1,8,-1,-1
     """
     model = Model(topology)
     fits = _fits(model, times or {})
-    nodes, ranks = model.hosts, len(topology.devices)
     lines = [
-        f"# NCCL tuner configuration: {ranks} GPUs, {nodes} hosts; for the plug-in NVIDIA/nccl plugins/tuner/example.",
+        f"# NCCL tuner configuration: {model.ranks} GPUs, {model.hosts} hosts; for NVIDIA/nccl plugins/tuner/example.",
         "# Use: NCCL_TUNER_PLUGIN=PATH/libnccl-tuner-example.so NCCL_TUNER_CONFIG_FILE=THIS_FILE.",
-        "# -1: NCCL's own number of channels, or any number of operations and any buffer.",
+        "# Channels: NCCL's own rule, rounded up; NCCL uses at most as many as it has made. -1: any number or buffer.",
+        "# A communicator of another size matches no row, and the plug-in then gives it 1 channel. To leave the number",
+        '# to NCCL, change "*nChannels = 1" in plugin.c to "*nChannels = 0".',
         f"# {HEADER}",
     ]
-    for row in rows_of(model, times or {}, fits):
-        how = "measured" if row.choice.measured else "modelled"
-        micros = row.choice.seconds * 1e6
-        lines.append(f"# {how}: {micros:.1f} us for {row.at_bytes} bytes")
-        name = row.collective.replace("_", "")
-        chosen = f"{row.choice.algorithm},{row.choice.protocol}"
-        lines.append(f"{name},{row.least_bytes},{row.most_bytes},{chosen},-1,{nodes},{ranks},-1,-1")
+    for collective in COLLECTIVES:
+        rows = rows_of(model, times or {}, fits, collective)
+        uncertain = [row for row in rows if not _is_always_offered(row.choice)]
+        others = rows_of(model, times or {}, fits, collective, always_offered=True) if uncertain else []
+        rows += [other for other in others if any(_overlap(other, row) for row in uncertain)]
+        for row in rows:
+            how = "measured" if row.choice.measured else "modelled"
+            micros = row.choice.seconds * 1e6
+            lines.append(f"# {how}: {micros:.1f} us for {row.at_bytes} bytes")
+            columns = (collective.replace("_", ""), row.least_bytes, row.most_bytes, *row.choice[1:3], row.channels)
+            lines.append(",".join(map(str, (*columns, model.hosts, model.ranks, -1, -1))))
     assert all(len(line) <= LONGEST_LINE for line in lines)
     return "\n".join(lines) + "\n"
 
 
-def rows_of(model: Model, times: Times, fits: Mapping[str, tuple[float, float]]) -> list[TunerRow]:
-    """Return the rows of all collectives. Rows of a collective have no gaps and do not overlap."""
-    rows = []
-    for collective in COLLECTIVES:
-        sizes = sorted({*_SIZES, *(n for key, by_size in times.items() if key[0] == collective for n in by_size)})
-        found = [(size, _best(model, times, fits, collective, size)) for size in sizes]
-        least, first = 0, found[0]
-        for (before, _), (size, choice) in pairwise(found):
-            if choice[1:] != first[1][1:]:
-                most = (before + size) // 2 if size - before > 1 else before
-                rows.append(TunerRow(collective, least, most, first[1], first[0]))
-                least, first = most + 1, (size, choice)
-        rows.append(TunerRow(collective, least, LARGEST, first[1], first[0]))
-    return sorted(rows, key=lambda row: (row.collective, row.least_bytes))
+def rows_of(
+    model: Model,
+    times: Times,
+    fits: Mapping[str, tuple[float, float]],
+    collective: str,
+    *,
+    always_offered: bool = False,
+) -> list[TunerRow]:
+    """Return the rows of a collective, which have no gaps and do not overlap.
+
+    ``always_offered``: only choices that NCCL offers for all calls.
+    """
+    sizes = sorted({*_SIZES, *(n for key, by_size in times.items() if key[0] == collective for n in by_size)})
+    ends = [(size + after) // 2 if after - size > 1 else size for size, after in pairwise(sizes)]
+    rows: list[TunerRow] = []
+    least = 0
+    for size, most in zip(sizes, [*ends, LARGEST], strict=True):
+        choice = _best(model, times, fits, collective, size, always_offered=always_offered)
+        row = TunerRow(collective, least, most, choice, size, model.channels(*choice[1:3], most))
+        if rows and (row.choice[1:], row.channels) == (rows[-1].choice[1:], rows[-1].channels):
+            rows[-1] = rows[-1]._replace(most_bytes=most)
+        else:
+            rows.append(row)
+        least = most + 1
+    return rows
 
 
-def _best(model: Model, times: Times, fits: Mapping[str, tuple[float, float]], collective: str, nbytes: int) -> Choice:
+def _is_always_offered(choice: Choice) -> bool:
+    """Return whether NCCL offers this choice for all calls: not LL128, NVLS, PAT or CollNet."""
+    return choice.algorithm in ("ring", "tree") and choice.protocol != "ll128"
+
+
+def _overlap(a: TunerRow, b: TunerRow) -> bool:
+    return a.least_bytes <= b.most_bytes and b.least_bytes <= a.most_bytes
+
+
+def _best(
+    model: Model,
+    times: Times,
+    fits: Mapping[str, tuple[float, float]],
+    collective: str,
+    nbytes: int,
+    *,
+    always_offered: bool,
+) -> Choice:
     """Return the fastest choice. If several were measured, only they are compared."""
     measured = []
     for (name, algorithm, protocol), by_size in times.items():
         if name == collective:
             inside = min(by_size) <= nbytes <= max(by_size)
             measured.append(Choice(_seconds_at(by_size, nbytes), algorithm, protocol, inside))
+    measured = [choice for choice in measured if _is_always_offered(choice) or not always_offered]
     if len(measured) > 1:
         return min(measured)
     latency, transfer = fits.get(collective, (1.0, 1.0))
     known = {choice[1:3] for choice in measured}
-    modelled = [
-        Choice(parts[0] * latency + parts[1] * transfer, algorithm, protocol, False)
-        for algorithm in model.algorithms(collective)
-        for protocol in PROTOCOLS
-        if (algorithm, protocol) not in known
-        for parts in [model.parts(collective, algorithm, protocol, nbytes)]
-    ]
+    modelled = []
+    for algorithm, protocol in model.choices(collective):
+        parts = model.parts(collective, algorithm, protocol, nbytes)
+        choice = Choice(parts[0] * latency + parts[1] * transfer, algorithm, protocol, False)
+        if (algorithm, protocol) not in known and (_is_always_offered(choice) or not always_offered):
+            modelled.append(choice)
     return min(measured + modelled)
 
 
@@ -173,7 +189,7 @@ def _fits(model: Model, times: Times) -> dict[str, tuple[float, float]]:
     """
     rows = defaultdict[str, list[tuple[float, float]]](list)
     for (collective, algorithm, protocol), by_size in times.items():
-        if algorithm in model.algorithms(collective):
+        if (algorithm, protocol) in model.choices(collective):
             for nbytes, seconds in by_size.items():
                 latency, transfer = model.parts(collective, algorithm, protocol, nbytes)
                 rows[collective].append((latency / seconds, transfer / seconds))
@@ -187,87 +203,6 @@ def _fits(model: Model, times: Times) -> dict[str, tuple[float, float]]:
             if latency > 0 and transfer > 0:
                 fits[collective] = latency, transfer
     return fits
-
-
-class Model:
-    """NCCL's model of its algorithms on a topology."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.topology, self.ranks = topology, len(topology.devices)
-        by_host = defaultdict[str, list[str]](list)
-        for device in topology.devices:
-            by_host[device.rpartition("/")[0]].append(device)
-        self.hosts, self.members = len(by_host), list(by_host.values())
-
-    def algorithms(self, collective: str) -> tuple[str, ...]:
-        """Return the algorithms of the model for a collective."""
-        return ("ring", "tree") if collective == "all_reduce" else ("ring",)
-
-    @cached_property
-    def ring_gb_per_s(self) -> float:
-        """The bandwidth of all rings together, between any two neighbours."""
-        return _ring_rate(self.topology)
-
-    @cached_property
-    def host_gb_per_s(self) -> float:
-        """The bandwidth of all rings of a host, the slowest host's."""
-        if self.hosts == 1:
-            return self.ring_gb_per_s
-        rates = [_ring_rate(self.topology.part(tuple(members))) for members in self.members if len(members) > 1]
-        return min(rates, default=self.ring_gb_per_s)
-
-    @cached_property
-    def gpu_gb_per_s(self) -> float:
-        """The bandwidth of all links out of the first GPU that stay in its host."""
-        first = self.members[0][0]
-        home = first.rpartition("/")[0]
-        links = self.topology.out_links(first)
-        return float(sum((link.bandwidth for link in links if link.dst.rpartition("/")[0] == home), Fraction(0)))
-
-    def parts(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> tuple[float, float]:
-        """Return the seconds of latencies and of transfers."""
-        p, n, hosts = PROTOCOLS.index(protocol), self.ranks, self.hosts
-        if n == 1:
-            return 0.0, 0.0
-        inside = (_NVLINK if self.gpu_gb_per_s > _FASTEST_PCIE else _PCIE)[algorithm][p]
-        between = _NETWORK[algorithm][p] + _POST[p]
-        if algorithm == "tree":
-            steps = 2 * ((-(-n // hosts) - 1) * inside + math.log2(hosts) * between)
-            rate = self._tree_rate(p, nbytes)
-        else:
-            rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(collective)
-            count = rounds * (n - 1) if rounds else n  # of a broadcast or reduce, which pass all devices
-            crossing = 0 if hosts == 1 else rounds * (hosts - 1) if rounds else hosts
-            steps = (count - crossing) * inside + crossing * between
-            rate = self._ring_rate(p) * n / count
-        return (_CALL[algorithm][p] + steps) * 1e-6, nbytes / (rate * 1e9)
-
-    def _ring_rate(self, p: int) -> float:
-        """Return the GB/s between neighbours in rings, with protocol number ``p``."""
-        rate = self.ring_gb_per_s
-        if p == 0:
-            most = next(most for least, most in _MOST_LL if self.gpu_gb_per_s <= least)
-            return min(rate / 2, most) if self.hosts == 1 else rate / 4
-        return rate * 0.92 if p == 1 else rate
-
-    def _tree_rate(self, p: int, nbytes: int) -> float:
-        """Return the GB/s of an all-reduce on trees. With two hosts, the network carries half of what a ring needs."""
-        rate = min(self.host_gb_per_s, 2 * self.ring_gb_per_s) if self.hosts == 2 else self.ring_gb_per_s
-        rate *= 0.92 * 0.85 * 0.5
-        rate *= (1 / 3.8, 7 / 9 if self.hosts == 1 else 0.915, 1.0)[p]
-        octave = max(0, nbytes.bit_length() - 7)
-        return rate * (_TREE_PART[p][octave] if octave < len(_TREE_PART[p]) else 1.0)
-
-
-def _ring_rate(topology: Topology) -> float:
-    """Return the GB/s of the rings on a topology, which is their all-gather rate without the part that is not sent."""
-    n = len(topology.devices)
-    try:
-        rate = plan(topology, "all_gather", _LARGE, "ring").rate
-    except PlanError as error:
-        error.prefix("NCCL's rings")
-        raise
-    return float(rate or 1) * (n - 1) / n
 
 
 def read_runs(reports: Iterable[tuple[str, bytes]], topology: Topology) -> dict[Key, dict[int, float]]:

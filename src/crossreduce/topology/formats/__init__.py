@@ -52,6 +52,9 @@ def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
     if start in ("{", "<") and options != NOT_STATED:
         given = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if value not in (None, 1))
         raise ArgumentError.of("this file states the speeds of its links itself.", given, "the file without options")
+    if start in ("{", "[") and ('"link_type"' in text or "(Topology)" in text):
+        problem = "this is the JSON of amd-smi or rocm-smi, which is not read."
+        raise ArgumentError.of(problem, shown(text[:80]), "their text: amd-smi topology, without --json")
     if start == "{":
         return read_json(text)
     if start == "<":

@@ -23,7 +23,7 @@ from ...errors import ArgumentError, shown
 from ..gpus import GpuKind, gpu_in_text, gpu_kind
 from ..link_kinds import kind
 from ..links import Link, Wiring, both_ways
-from ..network import Cards, join_hosts, network_speed
+from ..network import is_next_to, join_hosts, network_cards
 from ..routes import groups, is_connected
 from .smi_table import GPU, Table, read_table
 
@@ -105,12 +105,12 @@ def read_nvidia_smi(
         raise ArgumentError.of("nvlinks_per_gpu must be a whole number of links above 0.", shown(nvlinks_per_gpu), "18")
     speed = None if nvlink_gb_per_s is None else _speed("nvlink_gb_per_s", nvlink_gb_per_s, "25")
     table = read_table(text)
-    pcie, pcie_assumed = options.pcie_kind(gpu := options.kind_of_gpu(text))
-    between_cpus, cpus_assumed = options.cpu_links()
+    gpu = options.kind_of_gpu(text)
     gpus = [name for name in table.names if GPU.fullmatch(name)]
     devices = [f"cuda:{int(name[3:])}" for name in gpus]
     most = nvlinks_per_gpu or (18 if gpu is None else gpu.links)
     links, switches, largest = _nvlinks(devices, lambda i, j: _count(table, gpus[i], gpus[j]), most)
+    _check_switches(table, gpus, links)
     if gpu is not None and nvlinks_per_gpu is None and largest > most:
         given = f"{largest} NVLinks of one GPU in the table, gpu={gpu.name}"
         raise ArgumentError.of(f"a {gpu.name} has {most} NVLinks.", given, "another kind of GPU")
@@ -118,26 +118,72 @@ def read_nvidia_smi(
     where = f"to {'NVSwitches' if switches > 1 else 'an NVSwitch'}" if switches else "between GPUs"
     each = Fraction(25) if gpu is None and speed is None else Fraction(0)
     assumed = [f"{largest} NVLinks of {each} GB/s each {where}; --gpu sets it"] if fast and each else []
+    if gpu is not None and gpu.links and len(gpus) > 1 and not fast:
+        assumed = [f"no NVLinks, as in the table; a {gpu.name} can have {gpu.links}"]
     others = [name for name in table.names if name not in gpus]
-    near = _near(table, gpus + others)
-    slots = [(Fraction(1), pcie)] * len(gpus)
+    return table_wiring(devices, fast, _near(table, gpus + others), others, options, gpu, assumed)
+
+
+def table_wiring(
+    devices: Sequence[str],
+    fast: list[Link],
+    near: Callable[[int, int], str],
+    listed: Sequence[str],
+    options: TableOptions,
+    gpu: GpuKind | None,
+    assumed: list[str],
+) -> Wiring:
+    """Return the wiring of one host or of several equal ones, and what was assumed about it.
+
+    Args:
+      devices: the GPUs of the table.
+      fast: their NVLinks or xGMI links.
+      near: as in ``gpu_wiring``; GPUs come first, and then the cards of the table.
+      listed: the network cards of the table.
+      options: what the table does not state.
+      gpu: the kind of GPU, if it is known.
+      assumed: what was assumed about ``fast``.
+    """
+    pcie, pcie_assumed = options.pcie_kind(gpu)
+    between_cpus, cpus_assumed = options.cpu_links()
+    cards = network_cards(options.nics, options.hosts, listed) if options.hosts != 1 else None
+    names = listed if cards is None else cards.names
     has_tree = not is_connected(devices, fast)
-    cards = Cards(tuple(others), *network_speed(options.nics, options.hosts, others)) if options.hosts != 1 else None
-    leaves = list(cards.names) if cards and has_tree else []
-    wiring = gpu_wiring(
-        [*devices, *leaves], fast, len(gpus + others), near, slots + slots[:1] * len(leaves), between_cpus
-    )
+    if cards is not None and not listed:
+        near = _with_cards(near, len(devices), len(names), "PHB" if has_tree else "PIX")
+    leaves = list(names) if cards and has_tree else []
+    slots = [(Fraction(1), pcie)] * len([*devices, *leaves])
+    wiring = gpu_wiring([*devices, *leaves], fast, len(devices) + len(names), near, slots, between_cpus)
     wiring = Wiring.of(devices, wiring.links)
     if has_tree:
-        assumed += pcie_assumed + cpus_assumed * any(src[:3] == dst[:3] == "cpu" for src, dst, *_ in wiring.links)
+        joined = any(src[:3] == dst[:3] == "cpu" for src, dst, *_ in wiring.links)
+        assumed = [*assumed, *pcie_assumed, *cpus_assumed * joined]
     if cards is None:
         return wiring._replace(assumed=tuple(assumed))
-    nearest = [_nearest([near(k, len(gpus) + c) for k in range(len(gpus))]) for c in range(len(others))]
+    nearest = [_nearest([near(k, len(devices) + c) for k in range(len(devices))]) for c in range(len(names))]
     known_pcie = kind(pcie).raw if options.pcie is not None or gpu is not None else None
-    joined = join_hosts(
+    hosts = join_hosts(
         wiring, cards, options.hosts, None if has_tree else nearest, kind(pcie), known_pcie, pcie_assumed
     )
-    return joined._replace(assumed=(*assumed, *joined.assumed))
+    if not listed:
+        assumed = [*assumed, "no network cards in the table: taken to be evenly next to the GPUs, in order"]
+    return hosts._replace(assumed=(*assumed, *hosts.assumed))
+
+
+def _with_cards(near: Callable[[int, int], str], gpus: int, cards: int, code: str) -> Callable[[int, int], str]:
+    """Return ``near`` with cards that the table does not list. ``code`` joins a card to the GPUs next to it.
+
+    In a tree of PCIe, a card is a leaf, which can only be next to one GPU: the first.
+    """
+
+    def extended(i: int, j: int) -> str:
+        if j < gpus:
+            return near(i, j)
+        if i >= gpus or not is_next_to(j - gpus, i, cards, gpus):
+            return "SYS"
+        return "SYS" if code == "PHB" and i and is_next_to(j - gpus, i - 1, cards, gpus) else code
+
+    return extended
 
 
 def _nearest(codes: list[str]) -> tuple[int, tuple[int, ...]]:
@@ -164,6 +210,18 @@ def _count(table: Table, a: str, b: str) -> int:
     """Return the number of NVLinks between two GPUs."""
     cell = table.rows[a].cells[b]
     return int(cell[2:]) if cell.startswith("NV") else 0
+
+
+def _check_switches(table: Table, gpus: Sequence[str], links: Sequence[tuple[str, str, int]]) -> None:
+    """Refuse a table in which two GPUs of one NVSwitch have no NVLinks: a part of the fabric has failed."""
+    for switch in dict.fromkeys(end for _, end, _ in links if end.startswith("nvswitch")):
+        joined = [f"GPU{start[5:]}" for start, end, _ in links if end == switch]
+        for a, b in combinations([gpu for gpu in gpus if f"GPU{int(gpu[3:])}" in joined], 2):
+            if not _count(table, a, b):
+                cell = table.rows[a].cells[b]
+                problem = f"{a} and {b} have no NVLinks ({cell}), but an NVSwitch joins both with the same GPUs."
+                remedy = "a table without the row and the column of one; nvidia-smi nvlink -s shows inactive links"
+                raise ArgumentError.of(problem, f"line {table.rows[a].line + 1}, the row of {a}", remedy)
 
 
 def _speed(what: str, value: object, example: str) -> Fraction:

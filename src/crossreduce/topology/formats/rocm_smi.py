@@ -5,11 +5,13 @@ as ROCm's builds of frameworks call them. amd-smi names GPUs by their PCI addres
 
 ``XGMI`` joins two GPUs directly if their weight is 15; 30 and more stand for a path through other GPUs. ``PCIE`` joins
 GPUs through one CPU (2 hops) or two (3 hops). The tables of ``--showtopo`` have neither speeds nor numbers of links:
-they follow from the kind of GPU. Those of ``--shownodesbw`` and ``amd-smi topology`` have the speed of every pair, in
-MB/s.
+they follow from the kind of GPU. Those of ``--shownodesbw`` and ``amd-smi topology`` have MB/s for every pair: a number
+of links times a constant of the driver, which is 50,000 in older drivers for all GPUs, and in newer ones 64,000 from
+MI300 on. So if the kind of GPU is known, they only determine the number of links.
 
 Source: github.com/ROCm/rocm_smi_lib, README (python_smi_tools) and issue 108; github.com/ROCm/rocm-systems, issue 5763
-and pull request 7372 (weights).
+and pull request 7372 (weights); github.com/torvalds/linux, drivers/gpu/drm/amd/amdgpu/amdgpu_amdkfd.c (25 GT/s for each
+of 16 lanes) and amdgpu_xgmi.c (32 GT/s from MI300 on).
 """
 
 from __future__ import annotations
@@ -24,9 +26,8 @@ from ...errors import ArgumentError, shown
 from ..gpus import GpuKind
 from ..link_kinds import kind
 from ..links import Link, Wiring, both_ways
-from ..routes import is_connected
-from .nvidia_smi import TableOptions, gpu_wiring
-from .smi_table import MARKS
+from .nvidia_smi import TableOptions, table_wiring
+from .smi_table import MARKS, without_log_prefix
 
 LONGEST: Final = 1 << 18  # characters
 # The tables by the words in their titles, and what their cells are. A cell on the diagonal is 0, N/A or True.
@@ -46,14 +47,19 @@ _TABLES: Final = {
 _ADDRESS: Final = re.compile(r"\b[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]\b", re.IGNORECASE)
 _NUMA: Final = re.compile(r"GPU ?\[?([0-9]+)\]?\s*:\s*\(Topology\) Numa Node:\s*(-?[0-9]+)")
 _DIRECT: Final = 15  # the weight of one xGMI hop
+_OF_ONE_LINK: Final = (50_000, 64_000)  # MB/s that drivers state
 _SHOW: Final = "the complete output of rocm-smi --showtopo or amd-smi topology"
 
 Pair = tuple[int, int]
 
 
 def is_rocm_smi(text: str) -> bool:
-    """Return whether a text has a table of rocm-smi."""
-    return any(title.search(line) for line in text.splitlines() for title, _ in _TABLES.values())
+    """Return whether a text has a table of rocm-smi, or its list of NUMA nodes."""
+    return "(Topology) Numa" in text or any(map(_is_title, text.splitlines()))
+
+
+def _is_title(line: str) -> bool:
+    return any(title.search(line) for title, _ in _TABLES.values())
 
 
 def read_rocm_smi(text: str, options: TableOptions) -> Wiring:
@@ -73,12 +79,10 @@ def read_rocm_smi(text: str, options: TableOptions) -> Wiring:
     """
     if len(text) > LONGEST:
         raise ArgumentError.of(f"the tables must have at most {LONGEST} characters.", f"{len(text)} characters", _SHOW)
-    if options.hosts != 1 or options.nics is not None:
-        problem = "rocm-smi lists no network cards, which join several hosts."
-        raise ArgumentError.of(problem, f"hosts={options.hosts}", "NCCL's XML, or a machine of the library")
     number = {address: k for k, address in enumerate(dict.fromkeys(_ADDRESS.findall(text)))}
     named = _ADDRESS.sub(lambda match: f"GPU{number[match[0]]}", text)
     lines = [MARKS.sub("", line).replace("|", " ").strip(" \t>") for line in named.splitlines()]
+    lines = [without_log_prefix(line) for line in lines]
     names: list[int] = []
     tables: dict[str, dict[Pair, str]] = {}
     for k, line in enumerate(lines):
@@ -102,8 +106,6 @@ def _wiring(
 ) -> Wiring:
     """Return the wiring of GPUs, given their numbers, the tables by what they contain, and the GPUs' NUMA nodes."""
     gpu = options.kind_of_gpu(text)
-    pcie, pcie_assumed = options.pcie_kind(gpu)
-    between_cpus, cpus_assumed = options.cpu_links()
     devices = [f"cuda:{number}" for number in names]
     fast, assumed = _xgmi(names, tables, gpu)
 
@@ -116,12 +118,7 @@ def _wiring(
             return "NODE" if tables.get("type", {}).get((a, b)) == "XGMI" else "SYS"
         return "NODE" if a in numa and numa.get(a) == numa.get(b) else "SYS"
 
-    slots = [(Fraction(1), pcie)] * len(devices)
-    wiring = gpu_wiring(devices, fast, len(devices), near, slots, between_cpus)
-    if not is_connected(devices, fast):
-        joined = any(src[:3] == dst[:3] == "cpu" for src, dst, *_ in wiring.links)
-        assumed += pcie_assumed + cpus_assumed * joined
-    return wiring._replace(assumed=tuple(assumed))
+    return table_wiring(devices, fast, near, [], options, gpu, assumed)
 
 
 def _xgmi(names: list[int], tables: dict[str, dict[Pair, str]], gpu: GpuKind | None) -> tuple[list[Link], list[str]]:
@@ -131,11 +128,11 @@ def _xgmi(names: list[int], tables: dict[str, dict[Pair, str]], gpu: GpuKind | N
     pairs = list(combinations(names, 2))
     links: list[Link] = []
     if speeds:
-        for a, b in pairs:
-            most = int(speeds[a, b].partition("-")[2] or 0) if types.get((a, b), "XGMI") == "XGMI" else 0
-            if most:
-                links += both_ways(f"cuda:{a}", f"cuda:{b}", Fraction(most, 1000), latency)
-        return links, []
+        stated = {pair: int(speeds[pair].partition("-")[2] or 0) for pair in pairs if types.get(pair, "XGMI") == "XGMI"}
+        found, assumed = _speeds({pair: speed for pair, speed in stated.items() if speed}, gpu)
+        for (a, b), speed in found.items():
+            links += both_ways(f"cuda:{a}", f"cuda:{b}", speed, latency)
+        return links, assumed
     joined = [pair for pair in pairs if types[pair] == "XGMI" and int(weights.get(pair, _DIRECT)) <= _DIRECT]
     if not joined:
         return [], []
@@ -155,18 +152,41 @@ def _xgmi(names: list[int], tables: dict[str, dict[Pair, str]], gpu: GpuKind | N
         given = f"{max(used.values())} links of one GPU in the tables, gpu={gpu.name}"
         raise ArgumentError.of(f"a {gpu.name} has {gpu.links} xGMI links.", given, "another kind of GPU")
     each = f"{float(kind(gpu.direct).raw):g} GB/s each between two {gpu.name}"
-    text = f"{' or '.join(sorted(counts))} xGMI links of {each}; rocm-smi --shownodesbw states the speeds"
+    text = f"{' or '.join(sorted(counts))} xGMI links of {each}; rocm-smi --shownodesbw states their number"
     return links, [text]
+
+
+def _speeds(stated: dict[Pair, int], gpu: GpuKind | None) -> tuple[dict[Pair, Fraction], list[str]]:
+    """Return GB/s by pair, given the MB/s that the driver states, and what was assumed about them.
+
+    For a known kind of GPU, the MB/s divided by the driver's constant are the number of links.
+    """
+    speeds = {pair: Fraction(each, 1000) for pair, each in stated.items()}
+    if not stated:
+        return speeds, []
+    if gpu is None or not gpu.direct.startswith("xgmi"):
+        return speeds, ["the xGMI speeds that the driver states, which may be a constant; --gpu sets the kind"]
+    raw = kind(gpu.direct).raw
+    constants = set()
+    for pair, each in stated.items():
+        one = next((one for one in _OF_ONE_LINK if each % one == 0), None)
+        if one is not None and one != raw * 1000:
+            constants.add(one)
+            speeds[pair] = each // one * raw
+    words = " or ".join(f"{one // 1000}" for one in sorted(constants))
+    text = f"{float(raw):g} GB/s for each xGMI link of a {gpu.name}; the driver states {words}, a constant"
+    return speeds, [text] if constants else []
 
 
 def _read(lines: list[str], title: int, cell: re.Pattern[str]) -> tuple[list[int], dict[Pair, str]]:
     """Return the numbers of the GPUs in the table below a title, and the cell of each two of them."""
     k = title + 1
-    while k < len(lines) and not lines[k].split():
+    # Errors and warnings of rocm-smi may stand between a title and its table.
+    while k < len(lines) and not re.match(r"GPU[0-9]", lines[k]) and not _is_title(lines[k]):
         k += 1
     head = lines[k].split() if k < len(lines) else []
     if not head or not all(re.fullmatch(r"GPU[0-9]{1,4}", word) for word in head):
-        _refuse(min(k, len(lines) - 1), lines, "below its title, a table must have the names of the GPUs.")
+        _refuse(title, lines, "below its title, a table must have the names of the GPUs.")
     names = [int(word[3:]) for word in head]
     cells: dict[Pair, str] = {}
     rows = 0
@@ -179,8 +199,13 @@ def _read(lines: list[str], title: int, cell: re.Pattern[str]) -> tuple[list[int
         if rows == len(names) or words[0] != head[rows]:
             _refuse(row, lines, f"the rows must be those of {', '.join(head)}, in this order.")
         rows += 1
-        if len(words) != len(names) + 1 or not all(map(cell.fullmatch, words[1:])):
+        if len(words) != len(names) + 1:
             _refuse(row, lines, f"the row of {words[0]} must have an entry for each of {len(names)} columns.")
+        if unknown := [entry for entry in words[1:] if not cell.fullmatch(entry)]:
+            problem = f"the row of {words[0]} has an entry that this table cannot have: {unknown[0]}."
+            if unknown[0] == "XXXX":
+                problem = f"rocm-smi does not know the link of {words[0]} (XXXX), which may be a part of a GPU."
+            _refuse(row, lines, problem)
         cells |= {(int(words[0][3:]), name): word for name, word in zip(names, words[1:], strict=True)}
     if rows < len(names):
         _refuse(k, lines, f"the table does not have a row of {head[rows]}.")

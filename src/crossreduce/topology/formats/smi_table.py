@@ -3,9 +3,9 @@
 Input: the text, also as terminals, web pages and editors change it. Output: a ``Table``, or an error with the line.
 
 A header begins with ``GPU0``; a prompt may stand before it. Escape codes of colours (also without the escape
-character), the bars of a Markdown table and the marks of quoted mail are removed. If tabs were lost, names and codes
-are joined: ``NIC1NIC2``, ``NODENODE``. They are divided if exactly one division has a code for each column and agrees
-with the other rows.
+character), the bars of a Markdown table, the marks of quoted mail, and names of hosts or times at the start of lines,
+as in logs, are removed. If tabs were lost, names and codes are joined: ``NIC1NIC2``, ``NODENODE``. They are divided if
+exactly one division has a code for each column and agrees with the other rows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ _CODES: Final = re.compile(rf"(?:{_CODE.pattern})+")
 _ROW: Final = re.compile(
     rf"((?:{_JOINED.pattern})(?=\s*(?:{_CODE.pattern}))|(?!NV[0-9]){_NAME.pattern}(?=\s+(?:{_CODE.pattern})))"
 )
+# What launchers and logs write at the start of a line of a table: "host1: ", "[1,0]<stdout>:", "[pod/a/b] ", a time, or
+# the number of the line.
+_LOG: Final = re.compile(
+    r"(?:\[[^][]{1,80}\](?:<std(?:out|err)>:?)?\s*|[\w.-]{1,80}: \s*|[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,+]+Z?\s+"
+    r"|[0-9]{1,6}[:\s]\s*){1,4}"
+    rf"(?=GPU[0-9]|[A-Za-z][\w-]*\s+(?:{_CODE.pattern})\b)"
+)
+_ONLY_PCIE: Final = re.compile(r"topo\s+(?:-mp|--matrix_pci)\b")
+_PROMPT: Final = re.compile(r"nvidia-smi(?:\.exe)?\s+topo\s+(?:-m|--matrix)\s*$")
 _ACCESS: Final = {"X", "OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}  # the entries of nvidia-smi topo -p2p
 _SHOW: Final = "the complete output of nvidia-smi topo -m, from the line with GPU0"
 
@@ -63,19 +72,28 @@ def read_table(text: str) -> Table:
     if not isinstance(text, str) or len(text) > LONGEST:
         given = shown(text) if not isinstance(text, str) else f"{len(text)} characters"
         raise ArgumentError.of(f"the table must be text of at most {LONGEST} characters.", given, _SHOW)
-    lines = [MARKS.sub("", line).replace("|", " ").replace("│", " ").strip(" \t>") for line in text.splitlines()]
+    lines = [MARKS.sub("", line).replace("|", " ").replace("│", " ").strip(" \t>#+") for line in text.splitlines()]
+    if not any(map(_header, lines)):
+        lines = [without_log_prefix(line) for line in lines]
     headers = {k: names for k, line in enumerate(lines) if (names := _header(line))}
     starts = [k for k in headers if not _is_access(lines, k, headers)]
     if not starts:
         if headers:
             problem = "nvidia-smi topo -p2p states which GPUs can access each other, not how they are joined."
             raise ArgumentError.of(problem, f"line {min(headers) + 1}: {lines[min(headers)][:160]}", _SHOW)
+        for k, line in enumerate(lines):
+            if re.search(rf"(?<!\w)GPU0\W+(?:GPU1|{_CODE.pattern})(?!\w)", line):
+                problem = "this line is not the header of a table: GPU0, the other GPUs, cards, and then CPU Affinity."
+                _refuse(k, lines, problem)
         raise ArgumentError.of("this text does not contain a table of GPUs.", shown(text), _SHOW)
     if len(starts) > 1 and not {*headers[starts[0]]} & {*headers[starts[1]]}:
         _refuse(starts[1], lines, "the lines of the table are wrapped.")
     if len(starts) > 1:
         _refuse(starts[1], lines, "the text has a second table.", "one file for each machine")
     start = starts[0]
+    for k in range(start):
+        if _ONLY_PCIE.search(lines[k]):
+            _refuse(k, lines, "nvidia-smi topo -mp shows only PCIe, and no NVLinks.", "nvidia-smi topo -m")
     names = headers[start]
     if len(set(names)) < len(names):
         _refuse(start, lines, "a column appears twice in the table.")
@@ -85,14 +103,25 @@ def read_table(text: str) -> Table:
         if GPU.fullmatch(name) and name not in rows:
             _refuse(start, lines, f"the table does not have a row of {name}.")
     _check(rows, lines)
-    whole = [name for name in names if not name.startswith("MIG")]  # parts of GPUs have no links of their own
+    # Parts of GPUs have no links of their own, and Data Direct (DD) is a second PCIe function of a card.
+    whole = [name for name in names if not re.match(r"MIG|DD[0-9]", name)]
     return Table(whole, {name: row for name, row in rows.items() if name in whole})
+
+
+def without_log_prefix(line: str) -> str:
+    """Return a line of a table without what a log has before it.
+
+    >>> without_log_prefix("host1: GPU0 X NV4"), without_log_prefix("NIC0: mlx5_0")
+    ('GPU0 X NV4', 'NIC0: mlx5_0')
+    """
+    match = _LOG.match(line)
+    return line[match.end() :] if match else line
 
 
 def _header(line: str) -> list[str] | None:
     """Return the names of the columns if the line is a header, else ``None``."""
     start = re.search(r"(?<!\w)GPU[0-9]", line)
-    if start is None or (line[: start.start()].strip() and "nvidia-smi" not in line[: start.start()]):
+    if start is None or (line[: start.start()].strip() and not _PROMPT.search(line[: start.start()])):
         return None
     text = line[start.start() :]
     cut = _AFFINITY.search(text)
