@@ -1,8 +1,8 @@
 """Draw the pictures of the README and of docs/pictures: a reduction from its arrays to its results, and all charts.
 
-Input: a plan that is made here, and stored results. Output: docs/pictures/overview.svg, speed.svg, and the charts of
-result_charts.py. The same input gives the same files. Nothing is measured here. The pictures of docs/planning.md are
-drawn by the code of that page.
+Input: a plan that is made here, and stored results. Output: docs/pictures/overview.svg, overview-narrow.svg for
+telephones, speed.svg, and the charts of result_charts.py. The same input gives the same files. Nothing is measured
+here. The pictures of docs/planning.md are drawn by the code of that page.
 Run: python benchmarks/pictures.py [--results FOLDER] [--folder FOLDER]
 """
 
@@ -30,11 +30,12 @@ MACHINE, MEMBERS, NBYTES = "dgx-1v", (0, 1, 2, 4, 6), 256 << 20
 
 
 class Sheet:
-    """A page that fills a figure; its coordinates are inches from the lower left corner."""
+    """A page that fills a figure; its coordinates are inches from ``origin``, a place in the figure."""
 
-    def __init__(self, figure: Any):
+    def __init__(self, figure: Any, origin: complex = 0):
         width, height = figure.get_size_inches()
-        self.axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(0, height))
+        left, low = origin.real, origin.imag
+        self.axes = figure.add_axes((0, 0, 1, 1), xlim=(-left, width - left), ylim=(-low, height - low))
         self.axes.set_axis_off()
 
     def text(self, x: float, y: float, words: str, size: float = 10, color: str = "", **more: Any) -> None:
@@ -75,29 +76,36 @@ class Sheet:
             self.bar(at.real - 0.2, at.imag - 0.01 - (k + 1) * height, 0.4, height, color, zorder=5)
 
 
-def overview(folder: Path) -> None:
-    """Draw the arrays of some devices of a machine, a plan of their reduction with its proof, and the results."""
+def overview(path: Path, *, narrow: bool = False) -> None:
+    """Draw the arrays of some devices of a machine, a plan of their reduction with its proof, and the results.
+
+    The three parts are beside each other, or with ``narrow`` one below the other, for a page of 400 pixels.
+    """
     machine = cr.Topology.machine(MACHINE)
     members = [machine.devices[number] for number in MEMBERS]
     plan = cr.plan(machine.subset(members), "all_reduce", nbytes=NBYTES)
     title = f"Sum of one array per replica on {len(members)} of the {len(machine.devices)} GPUs of a DGX-1V"
-    with new_figure(folder / "overview.svg", 10.3, 4.7, title, head="") as figure:
-        page = Sheet(figure)
-        heads = {
-            0.25: ("1  Arrays", "of NumPy, PyTorch, JAX or TensorFlow"),
-            3.65: ("2  Plan", "verified, for exactly these links"),
-            8.1: ("3  Results", "the sum, on every device"),
-        }
-        for x, (head, words) in heads.items():
-            page.text(x, 4.42, head, 14, weight="bold")
-            page.text(x, 4.13, words, 10, style.TEXT)
-            if x > 1:
-                page.line(complex(x - 0.25, 0.2), complex(x - 0.25, 4.5), style.FAINT, 1)
-                page.arrow(complex(x - 0.3, 2.6), complex(x - 0.1, 2.6), style.TEXT, head=0.2)
-        inputs(page, machine, members, complex(1.62, 2.35), 0.82)
-        trees(page, plan, machine, (complex(3.95, 3.6), complex(6.15, 3.6)))
-        proof(page, plan, 3.65, 1.05)
-        outputs(page, plan, machine, complex(9.07, 2.65), 0.8)
+    width, height, origins = (3.9, 12.55, (7.9j, 3.15j, -1.6j)) if narrow else (10.3, 4.7, (0j, 3.4 + 0j, 7.85 + 0j))
+    heads = (
+        ("1  Arrays", "of NumPy, PyTorch, JAX or TensorFlow"),
+        ("2  Plan", "verified, for exactly these links"),
+        ("3  Results", "the sum, on every device"),
+    )
+    with new_figure(path, width, height, title, head="") as figure:
+        pages = [Sheet(figure, origin - 0.1 if narrow else origin) for origin in origins]
+        for k, (page, (head, words)) in enumerate(zip(pages, heads, strict=True)):
+            page.text(0.25, 4.42, head, 14, weight="bold")
+            page.text(0.25, 4.13, words, 10, style.TEXT)
+            if k and narrow:
+                page.line(0.25 + 4.72j, 3.85 + 4.72j, style.FAINT, 1)
+                page.arrow(2.05 + 4.83j, 2.05 + 4.63j, style.TEXT, head=0.2)
+            elif k:
+                page.line(0.2j, 4.5j, style.FAINT, 1)
+                page.arrow(-0.05 + 2.6j, 0.15 + 2.6j, style.TEXT, head=0.2)
+        inputs(pages[0], machine, members, 1.62 + 2.35j, 0.82)
+        trees(pages[1], plan, machine, (0.55 + 3.6j, (2.35 if narrow else 2.75) + 3.6j))
+        proof(pages[1], plan, 0.25, 1.05, 1.35 if narrow else 1.6)
+        outputs(pages[2], plan, machine, 1.22 + 2.65j, 0.8, 2.35 + 3.2j if narrow else 0.25 + 1.31j)
 
 
 def inputs(page: Sheet, machine: Any, members: list[str], centre: complex, scale: float) -> None:
@@ -139,8 +147,8 @@ def trees(page: Sheet, plan: Any, machine: Any, corners: Sequence[complex]) -> N
         middle, low = (min(x.real for x in at.values()) + max(x.real for x in at.values())) / 2, corner.imag - 1.95
         page.text(middle, low, f"{chunk.share} of each array", 10, style.TEXT, ha="center")
     for y, color, words in ((3.62, style.REDUCE, "add"), (3.36, style.COPY, "copy the sum")):
-        page.arrow(complex(4.8, y), complex(5.15, y), color)
-        page.text(5.23, y, words, 10, style.TEXT)
+        page.arrow(complex(1.4, y), complex(1.75, y), color)
+        page.text(1.83, y, words, 10, style.TEXT)
 
 
 def tree_layout(root: int, parent: dict[int, int], corner: complex, wide: float, high: float) -> dict[int, complex]:
@@ -154,33 +162,32 @@ def tree_layout(root: int, parent: dict[int, int], corner: complex, wide: float,
     return at | {root: complex(middle, corner.imag)}
 
 
-def proof(page: Sheet, plan: Any, left: float, top: float) -> None:
-    """Draw the rate of the plan and of other algorithms beside the bound that no plan exceeds."""
+def proof(page: Sheet, plan: Any, left: float, top: float, wide: float) -> None:
+    """Draw the rate of the plan and of other algorithms beside the bound that no plan exceeds, ``wide`` inches."""
     limit = float(plan.bound.algbw)
     others = plan.others()
     names = {"ring": "ring", "TensorFlow's trees": "TensorFlow's trees", "one_device": "one device"}
     rows = [("this plan", float(plan.rate), style.OURS)]
     rows += [(text, float(others[name][1]), style.OTHER) for name, text in names.items()]
-    start, scale = left + 1.42, 1.6 / limit
+    start, scale = left + 1.42, wide / limit
     for k, (text, rate, color) in enumerate(rows):
         y = top - 0.23 * k
         page.text(start - 0.08, y, text, 10, ha="right")
         page.bar(start, y - 0.07, rate * scale, 0.14, color)
-        words = f"{rate:.4g}" if k else f"{rate:.4g} GB/s, {100 * float(plan.ratio):.4g} %"
-        page.text(start + rate * scale + 0.08, y, words, 10, style.TEXT)
+        page.text(start + rate * scale + 0.08, y, f"{rate:.4g}" if k else f"{rate:.4g} GB/s", 10, style.TEXT)
     x = start + limit * scale
     page.line(complex(x, top + 0.14), complex(x, top - 0.82), style.INK, 1.2)
     page.text(x, top + 0.26, f"proved limit: {limit:g} GB/s", 10, weight="bold", ha="center")
 
 
-def outputs(page: Sheet, plan: Any, machine: Any, centre: complex, scale: float) -> None:
+def outputs(page: Sheet, plan: Any, machine: Any, centre: complex, scale: float, listed: complex) -> None:
     """Draw each device's result, with one stripe per replica that it sums, and list the formats of exported plans."""
     places = graph_layout(plan.topology).positions
     for device in plan.topology.devices:
         page.card(centre + scale * places[device], machine.devices.index(device), style.REPLICAS)
-    page.text(8.1, 1.31, "The plan can be exported:", 10)
+    page.text(listed.real, listed.imag, "Export the plan:", 10)
     for k, words in enumerate(("MSCCL XML", "MSCCL++ JSON", "NCCL graph XML", "Chrome trace, SVG")):
-        page.text(8.1, 1.05 - 0.23 * k, words, 10, style.TEXT)
+        page.text(listed.real, listed.imag - 0.26 - 0.23 * k, words, 10, style.TEXT)
 
 
 def main() -> None:
@@ -189,7 +196,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=PICTURES, help="the folder of the pictures")
     given = parser.parse_args()
     ratios, two = (json.loads((given.results / name).read_text()) for name in ("against.json", "against_2_ranks.json"))
-    overview(given.folder)
+    overview(given.folder / "overview.svg")
+    overview(given.folder / "overview-narrow.svg", narrow=True)
     draw_ratios(ratios, given.folder / "speed.svg", two)
     for name in result_charts.CHARTS:
         result_charts.draw(name, given.folder, given.results)

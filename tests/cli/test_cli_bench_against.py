@@ -151,6 +151,7 @@ def test_one_command_writes_the_table_the_json_and_the_chart(printed, measured, 
         rows = {row["memory"]: list(row["peers"]) for row in report["rows"] if row["size"] == size}
         assert rows == {"default": ["jax", "gloo"], "kept": ["jax"]}
     assert "Faster than crossreduce: none" in out
+    assert out.endswith(f"{tmp_path / 'a.svg'}: open it in a browser\n")
     assert "crossreduce = 1" in picture
     assert report["crossreduce"]["exact"] == bool(options)
     assert ("The times of crossreduce with exact sums, and" in " ".join(out.split())) == bool(options)

@@ -190,6 +190,24 @@ def test_ranks_have_the_table_and_the_json_of_nccl_tests(tmp_path):
         )
 
 
+def test_the_table_counts_hosts_as_the_ranks_do():
+    """Ranks of different ``CROSSREDUCE_HOST`` are on different hosts."""
+    around, port = os.environ, str(free_port())
+    command = [sys.executable, "-m", "crossreduce", "bench", "-n", "1", "-b", "1K", "-e", "1K"]
+    started = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=around | dict(zip((*ranks.VARIABLES, "CROSSREDUCE_HOST"), (k, "2", "127.0.0.1", port, k), strict=True)),
+        )
+        for k in "01"
+    ]
+    out = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert " transport=ranks on 2 hosts\n" in out[0]
+
+
 def exact_rank(rendezvous, text, folder):
     """Run one rank of the bench and then one of a contest with gloo, and return the exit code of the first."""
     exact.inputs = lambda *_: [np.full(exact.PERIOD, x, "float32") for x in (1e30, 1, -1e30)]

@@ -83,9 +83,8 @@ def test_an_export_is_that_of_the_library(printed, tmp_path, file, options, writ
     runners = {"a_register_mscclpp.py", "a_measure.py"} if "mscclpp" in options else set()
     notes += "  runners   a_register_mscclpp.py, a_measure.py\n" if runners else ""
     notes = notes if by_rank else ""
-    assert (
-        printed(*line) == plan_shown(plan, " ".join(map(str, line))) + wrapped(notes.splitlines(), 80) + "\n" * by_rank
-    )
+    shown = plan_shown(plan, " ".join(map(str, line))) + wrapped(notes.splitlines(), 80) + "\n" * by_rank
+    assert printed(*line) == f"{shown}{tmp_path / file}: written\n"
     assert (tmp_path / file).read_text() == written(plan)
     mask = os.umask(0o022)
     os.umask(mask)

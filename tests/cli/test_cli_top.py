@@ -258,6 +258,17 @@ def test_the_groups_of_the_own_process_are_left_out():
     assert found == [(False, [True, True])] * 2
 
 
+def test_a_group_ends_with_its_ranks_also_if_it_is_still_watched():
+    """Memory that only observers have open is not a group: two views do not keep ended groups in each other's lists."""
+    observer = Observer()
+    watched(2, busy, "watched", None, watch=lambda _: observer.search())
+    assert "watched" in {view.name for view in observer.snapshots()}
+    command = [sys.executable, "-m", "crossreduce", "top", "--once", "--interval", "0.1", "--group", "watched"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    observer.close()
+    assert (ended.returncode, ended.stdout.count("runs in your processes")) == (1, 1), ended.stdout
+
+
 def test_the_live_view_ends_with_q():
     """On a terminal the view is updated until q is pressed; other keys do nothing."""
 

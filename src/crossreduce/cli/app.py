@@ -68,7 +68,11 @@ EXAMPLES: Final = {
         "export hgx-h100 plan.json --format mscclpp",
         "export dgx-1v plan.html --beside one_device",
     ),
-    "bundle": ("bundle dgx-1v plans", "bundle dgx-1v plans --format msccl", "bundle hgx-h100 plans --hosts 2"),
+    "bundle": (
+        "bundle dgx-1v plans",
+        "bundle dgx-1v msccl-plans --format msccl",
+        "bundle hgx-h100 two-host-plans --hosts 2",
+    ),
     "calibrate": (
         "calibrate dgx-1v results.json",
         "calibrate hgx-h100 one.json two.json --hosts 2 --assume ring",

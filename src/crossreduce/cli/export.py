@@ -106,8 +106,8 @@ def export(
         else:
             text = _write_file(file, kind, request, share, options, as_json=json)
     print(text)
-    if exporter is None and not json:
-        print_files(file)
+    if not json:
+        print_files(file, use="open it in a browser" if exporter is None else "written")
 
 
 def _format(file: Path, given: str | None) -> str:

@@ -29,7 +29,7 @@ from .fitting import fitting
 from .formats.msccl.format import read_msccl_xml
 from .formats.mscclpp.format import read_mscclpp_json
 from .formats.mscclpp.layout import unit_bytes
-from .runners import LAUNCH, runner_files
+from .runners import launch_text, runner_files
 
 SIZES: Final = tuple(1 << power for power in range(10, 31))  # the bytes for which plans are compared
 STAGES: Final = len(SIZES)  # how often ``bundle`` calls ``advance``
@@ -313,7 +313,7 @@ def _readme(
     for name, format_windows in windows.items():
         if not format_windows:
             continue
-        lines += [f"## {name}", "", _HOW[name], LAUNCH[name]]
+        lines += [f"## {name}", "", _HOW[name], launch_text(name, sample.ranks)]
         lines += ["| file | bytes | algorithm | predicted | sizes |", "|---|---|---|---|---|"]
         for k, window in enumerate(format_windows):
             rate = f"{window.plan.algbw:.2f} GB/s at {size(window.plan.nbytes)}"

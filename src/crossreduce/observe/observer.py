@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -85,7 +86,7 @@ class Observer:
         self._watched: dict[tuple[int, int], _Watched] = {}
 
     def search(self) -> None:
-        """Add new groups, and remove groups whose memory no process of this user has open any more."""
+        """Add new groups, and remove groups whose memory no process of this user has open as a rank any more."""
         links, self.hidden = _descriptors()
         own = {key for key, _ in _memories(Path("/proc/self"))}
         problems = []
@@ -165,7 +166,9 @@ def _descriptors() -> tuple[dict[tuple[int, int], Path], int]:
 
 
 def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
-    """Return (device, inode) and a link for each group's memory that a process has open.
+    """Return (device, inode) and a link for each group's memory that a process has open as a rank.
+
+    Ranks open it for writing and observers for reading, which the permissions of the link tell.
 
     Raises:
       PermissionError: the process belongs to another user.
@@ -174,7 +177,7 @@ def _memories(process: Path) -> list[tuple[tuple[int, int], Path]]:
     try:
         for link in (process / "fd").iterdir():
             with suppress(OSError):  # raised if the process has closed the descriptor
-                if str(link.readlink()).startswith(_LINK):
+                if str(link.readlink()).startswith(_LINK) and link.lstat().st_mode & stat.S_IWUSR:
                     status = link.stat()
                     memories.append(((status.st_dev, status.st_ino), link))
     except PermissionError:

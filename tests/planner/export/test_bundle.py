@@ -79,7 +79,7 @@ def test_ranks_are_in_the_order_of_the_topology():
     about = json.loads(made.files["ranks.json"])
     assert (about["machine"], about["root"]) == ("my machine", "cuda:2")
     assert about["ranks"] == [f"cuda:{k}" for k in range(4)]
-    for text in ("| 2 | cuda:2 |", "The root is cuda:2, rank 2.", "MSCCL_ALGO_DIR"):
+    for text in ("| 2 | cuda:2 |", "The root is cuda:2, rank 2.", "MSCCL_ALGO_DIR", " --nproc_per_node=4 "):
         assert text in made.files["README.md"]
     assert "mscclpp" not in about["files"][0]["file"]
 

@@ -253,7 +253,7 @@ def test_the_command_writes_a_folder(printed, tmp_path):
     assert {name: (folder / name).read_bytes() for name in names} == files
     remarks = chakra.remarks(plan, files)
     notes = ["  ranks     0 cuda:3, 1 cuda:0, 2 cuda:1, 3 cuda:2", f"  traces    {remarks['traces']}"]
-    assert out == plan_shown(plan, " ".join(map(str, line))) + wrapped(notes, 80) + "\n"
+    assert out == plan_shown(plan, " ".join(map(str, line))) + wrapped(notes, 80) + f"\n{folder}: written\n"
     report = json.loads(printed(*line, "--json"))
     assert report["remarks"] == remarks
     assert report["seconds"] == plan.seconds

@@ -22,6 +22,7 @@ CASES = {
 
 # Pictures of a plan's topology are alike for all its algorithms.
 DRAWN = [(name, "schedule") for name in CASES]
+DRAWN += [(name, "narrow schedule") for name in ("rings", "part", "16 hosts")]
 DRAWN += [(name, "topology") for name in ("rings", "switch", "2 hosts", "16 hosts", "72")]
 
 
@@ -44,7 +45,9 @@ def drawn(request, tmp_path, monkeypatch):
     if kind == "topology":
         draw_topology(found.topology, tmp_path / "a.svg")
     else:
-        draw_schedule(found.schedule, found.topology, tmp_path / "a.svg")
+        width = 5.4 if kind.startswith("narrow") else 14
+        draw_schedule(found.schedule, found.topology, tmp_path / "a.svg", width=width)
+        assert kept[0].get_size_inches()[0] <= width
     figure = kept[0]
     figure.set_dpi(100)
     canvas = FigureCanvasAgg(figure)

@@ -1,6 +1,7 @@
 """The Python files beside exported plans: register_mscclpp.py with a stand-in of MSCCL++, and measure.py with gloo."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from crossreduce.export import bundle as bundles
 from crossreduce.export.bundle import SIZES, bundle
 from crossreduce.export.formats.mscclpp import verify_mscclpp_json
 from crossreduce.export.groups import group_files
+from crossreduce.export.runners import launch_text
 from crossreduce.topology.measurements import read_measurements
 
 NCV4 = cr.Topology.machine("ncv4")
@@ -178,3 +180,18 @@ def test_each_group_has_a_file_of_its_own_ranks(printed, crossreduce, tmp_path):
     assert "it exists and is not an empty folder" in error
     with pytest.raises(cr.PlanError, match="need devices outside of them"):
         group_files(cr.plan_groups("dgx-1v", [[0, 5]]))
+
+
+def test_the_command_is_for_the_hosts_and_gpus_of_the_plan():
+    """The command of a README names the hosts, their processes, and the GPUs if they are not the first ones. For hosts
+    of different sizes the number of processes is a letter."""
+
+    def command(*ranks):
+        return re.search(r"^ .*torchrun.*", launch_text("msccl", ranks), re.MULTILINE)[0].strip()
+
+    assert command("cuda:0", "cuda:1") == "torchrun --nproc_per_node=2 measure.py --json results.json"
+    assert command("cuda:1", "cuda:4").startswith("CUDA_VISIBLE_DEVICES=1,4 torchrun --nproc_per_node=2 ")
+    two = command("host0/cuda:0", "host0/cuda:1", "host1/cuda:0", "host1/cuda:1")
+    assert two.startswith("torchrun --nnodes=2 --node_rank=N --master_addr=HOST ")
+    assert " --nproc_per_node=2 " in two
+    assert " --nproc_per_node=P " in command("host0/cuda:0", "host0/cuda:1", "host1/cuda:0")

@@ -26,7 +26,7 @@ from ...devices import parse
 from ...errors import ArgumentError, BackendError, UnsupportedError
 from ...frameworks import package
 from ...planning.explain import duration, size
-from ..support.output import atomic_file, drawing_bar, json_report, progress, terminal
+from ..support.output import atomic_file, drawing_bar, json_report, print_files, progress, terminal
 from ..train.trainers import TRAINERS
 from . import nccl_tests, ranks
 from .chart import DEFAULT, KEPT, draw_ratios, fastest_ways
@@ -59,6 +59,8 @@ def measure(request: BenchRequest, peers: tuple[str, ...], keep: bool, picture: 
         if file is not None:
             with drawing_bar():
                 draw_ratios(report, file)
+    if not request.json:
+        print_files(picture)
     return int(report["wrong"] > 0)
 
 

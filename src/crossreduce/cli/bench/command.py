@@ -53,7 +53,7 @@ def bench(
     stepbytes: Annotated[str, Option("-i", "--stepbytes", help="Step between sizes if -f is 1.")] = "1M",
     iters: Annotated[int, Option("-n", "--iters", help="Timed calls per size.")] = 20,
     warmup_iters: Annotated[
-        int | None, Option("-w", "--warmup_iters", help="Untimed calls before. Default: 1.")
+        int | None, Option("-w", "--warmup_iters", help="Untimed calls before the timed ones. Default: 1.")
     ] = None,
     devices: Annotated[str | None, Option("-g", "--ngpus", "--devices", help=DEVICES)] = None,
     op: Annotated[str, Option("-o", "--op", help=", ".join(OPS))] = "sum",
@@ -71,7 +71,9 @@ def bench(
         str, Option(help=f"{', '.join(in_process.COLLECTIVES)}; for ranks also all_gather, reduce_scatter.")
     ] = "all_reduce",
     framework: Annotated[str, Option(help=", ".join(TRAINERS))] = "numpy",
-    exact: Annotated[bool, Option("--exact", metavar=" ", help="Sums and means are rounded once.")] = False,
+    exact: Annotated[
+        bool, Option("--exact", metavar=" ", help="Exact sums and means, which are rounded once.")
+    ] = False,
     topology: Annotated[str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology.")] = None,
     launch: Annotated[int | None, Option("--launch", metavar="N", help=LAUNCH)] = None,
     peers: Annotated[str, Option(help=f"With ranks: measure {', '.join(ranks.PEERS)}, too.")] = "",

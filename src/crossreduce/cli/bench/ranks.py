@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendError, ReductionError, UnsupportedError
+from ...ranks.transports.addresses import machine
 from ..support.output import json_report, print_lines
 from ..train.trainers import load
 from . import exact, nccl_tests
@@ -298,8 +299,10 @@ def run(request: BenchRequest) -> int:
 def _measure(request: BenchRequest, dist: Any) -> int:
     """Measure crossreduce and the peers, print the tables on rank 0, and return the exit code."""
     control = dist.new_group(backend="gloo")
-    processes = TorchBackend(control, control).gather((os.getpid(), socket.gethostname()))
-    request = replace(request, processes=tuple(processes))
+    host = machine(), os.environ.get("CROSSREDUCE_HOST")
+    places = TorchBackend(control, control).gather(((os.getpid(), socket.gethostname()), host))
+    processes, hosts = zip(*places, strict=True)
+    request = replace(request, processes=processes, hosts=len(set(hosts)))
     if dist.get_rank() != 0:
         for name, backend in _backends(request, dist, control):
             for _ in rows(backend, request, name):  # takes part in the measurements

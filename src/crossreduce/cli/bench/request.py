@@ -114,13 +114,13 @@ class BenchRequest:
     framework_version: str = ""
     exact: bool = False  # whether crossreduce computes exact sums
     processes: tuple[tuple[int, str], ...] = ()  # the pid and host of each rank; empty: this process has all devices
+    hosts: int = 1  # of the ranks
 
     @property
     def transport(self) -> str:
         """Where the devices are, as the header of the table states it."""
         if self.processes:
-            hosts = len({host for _, host in self.processes})
-            return f"ranks on {hosts} host{'s' if hosts > 1 else ''}"
+            return f"ranks on {self.hosts} host{'s' if self.hosts > 1 else ''}"
         kinds = {parse(device).kind for device in self.devices}
         return "in-process emulation" if kinds == {"cpu"} else "in-process"
 

@@ -248,11 +248,11 @@ def print_lines(lines: Iterable[str]) -> None:
     print("\n".join(lines), flush=True)
 
 
-def print_files(*paths: Path | None) -> None:
-    """Print a line for each file that was written for a browser."""
+def print_files(*paths: Path | None, use: str = "open it in a browser") -> None:
+    """Print a line for each file that was written, with what to do with it."""
     for path in paths:
         if path is not None:
-            print_lines([f"{printable(str(path))}: open it in a browser"])
+            print_lines([f"{printable(str(path))}: {use}"])
 
 
 def terminal(**options: Any) -> Console:

@@ -27,7 +27,11 @@ from .style import COPY, GREY, INK, REDUCE, USES
 
 PANELS: Final = 14  # the largest number of trees in a picture of a schedule
 
-_SPACE: Final = (14.0, 9.0)  # the largest width and height of the panels in a picture of a schedule
+# Of a picture of a schedule, in inches:
+_WIDTH: Final = 14.0  # the largest width, unless the caller names one
+_LEAST_WIDTH: Final = 5.4  # in which the legend and the scale of shades have room
+_AREA: Final = 126.0  # the largest area of all panels
+_CELL: Final = 1.9  # the least width of a panel
 
 
 def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title: str | None = None) -> None:
@@ -81,7 +85,12 @@ def draw_topology(topology: TopologyLike, path: str | os.PathLike[str], *, title
 
 
 def draw_schedule(
-    schedule: Schedule, topology: TopologyLike, path: str | os.PathLike[str], *, title: str | None = None
+    schedule: Schedule,
+    topology: TopologyLike,
+    path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+    width: float = _WIDTH,
 ) -> None:
     """Draw the trees of a schedule, each on a small map of the topology, and the use of each link.
 
@@ -96,8 +105,9 @@ def draw_schedule(
       topology: as for ``draw_topology``; it must have the schedule's devices.
       path: a file that ends in .svg or .png; an existing file is replaced.
       title: the picture's title, by default the schedule's kind and counts, and the rate that the busiest link allows.
+      width: the largest width in inches, at least 5.4. A narrow picture has more rows.
     Raises:
-      ArgumentError: the schedule, the topology or the path is invalid.
+      ArgumentError: the schedule, the topology, the path or the width is invalid.
       PlanError: the topology has no route for a transfer.
       ScheduleError: ``verify`` rejects the schedule.
       BackendError: matplotlib is not installed.
@@ -105,6 +115,9 @@ def draw_schedule(
     """
     if not isinstance(schedule, Schedule):
         raise ArgumentError.of("draw_schedule requires a Schedule.", shown(schedule), "plan.schedule")
+    if not width >= _LEAST_WIDTH:
+        problem = f"a picture of a schedule is at least {_LEAST_WIDTH} inches wide."
+        raise ArgumentError.of(problem, f"width={shown(width)}", f"width={_LEAST_WIDTH}")
     topology = topology_of(topology)
     groups = tree_groups(schedule, topology)
     folding = fold_topology(topology)
@@ -113,7 +126,7 @@ def draw_schedule(
     head = title or schedule.head + ("" if rate is None else f"\nthe busiest link allows {float(rate):.4g} GB/s")
     head += f"\n{folding.note}" if folding.note else ""
     shown_groups = groups[:PANELS]
-    grid = _grid(len(shown_groups), layout.size, [group.title for group in shown_groups])
+    grid = _grid(len(shown_groups), layout.size, [group.title for group in shown_groups], width)
     names = {} if folding.note else _numbers(topology)
     shade = shades(folding.topology)
     speeds = dict.fromkeys(shade(link.bandwidth) for link in folding.topology.links)
@@ -162,18 +175,19 @@ class _Grid(NamedTuple):
     height: float
 
 
-def _grid(count: int, size: tuple[float, float], titles: list[str]) -> _Grid:
+def _grid(count: int, size: tuple[float, float], titles: list[str], widest: float) -> _Grid:
     """Return the grid with the largest maps and the fewest empty cells for ``count`` trees and one map of the links.
 
-    ``size`` is the width and height of a map in inches, at full size. ``titles`` has the title of each tree.
+    ``size`` is the width and height of a map in inches, at full size. ``titles`` has the title of each tree. ``widest``
+    is the largest width of the grid in inches.
     """
     span = 1 if count < 4 else 2
     best: tuple[float, _Grid] | None = None
-    for columns in range(span, count + span**2 + 1):
+    for columns in range(span, min(count + span**2, int(widest / _CELL)) + 1):
         rows = max(span, math.ceil((count + span**2) / columns))
-        room = _SPACE[0] / columns, _SPACE[1] / rows - 0.5  # for a map in a cell, below a title of 0.5 inches
+        room = widest / columns, _AREA / widest / rows - 0.5  # for a map in a cell, below a title of 0.5 inches
         scale = min(1.0, room[0] / size[0], room[1] / size[1])
-        width = max(columns * max(size[0] * scale, 1.9), 5.4)
+        width = max(columns * max(size[0] * scale, _CELL), _LEAST_WIDTH)
         heads = ["\n".join(textwrap.wrap(title, max(12, int(width / columns / 0.08)))) for title in titles]
         cell = size[1] * scale + 0.2 + 0.16 * max(title.count("\n") + 1 for title in heads)
         large = min(1.4, span * width / columns / size[0], (span * cell - 0.4) / size[1]) if span > 1 else scale

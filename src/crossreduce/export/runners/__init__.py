@@ -6,6 +6,7 @@ crossreduce where they run. ``assets/`` has their sources, which name the functi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Final
@@ -13,31 +14,48 @@ from typing import Final
 REGISTER: Final = "register_mscclpp.py"
 MEASURE: Final = "measure.py"
 
-LAUNCH: Final = {
-    "mscclpp": """One host of 8 GPUs, with the NCCL calls of an unchanged program (`backend="nccl"`). PATH is the
-folder of MSCCL++'s libraries, and NCCL that of the original library, for calls without a plan:
+_LAUNCH: Final = {
+    "mscclpp": """With the NCCL calls of an unchanged program (`backend="nccl"`). PATH is the folder of MSCCL++'s
+libraries, and NCCL that of the original library, for calls without a plan. {where}
 
     MSCCLPP_NCCL_LIB_PATH=NCCL/libnccl.so LD_PRELOAD=PATH/libmscclpp_nccl.so \\
-      torchrun --nnodes=1 --nproc_per_node=8 measure.py --json results.json
-
-Two hosts, the same line on both, with N = 0 and N = 1; HOST is the first one's address:
-
-    MSCCLPP_NCCL_LIB_PATH=NCCL/libnccl.so LD_PRELOAD=PATH/libmscclpp_nccl.so \\
-      torchrun --nnodes=2 --node_rank=N --nproc_per_node=8 --master_addr=HOST --master_port=29500 \\
-      measure.py --json results.json
+      {command}
 
 In a program: `import register_mscclpp; register_mscclpp.register()` before `init_process_group`. With a communicator of
 your own: `algorithms = register_mscclpp.algorithms(rank)`, then `register_mscclpp.select(algorithms, nbytes)`.
 """,
-    "msccl": """`measure.py` uses torch.distributed, so that one host of 8 GPUs is measured by
+    "msccl": """`measure.py` uses torch.distributed. {where}
 
     MSCCL_ALGO_DIR=DIR/msccl RCCL_MSCCL_FORCE_ENABLE=1 \\
-      torchrun --nnodes=1 --nproc_per_node=8 measure.py --json results.json
-
-and two hosts by the same line on both, with `--nnodes=2 --node_rank=N --master_addr=HOST --master_port=29500`.
+      {command}
 """,
 }
-"""By format, how to launch the files, as Markdown."""
+
+
+def launch_text(format_name: str, ranks: Sequence[str]) -> str:
+    """Return how to launch the files of a format on the devices ``ranks``, as Markdown.
+
+    >>> print(launch_text("msccl", ["cuda:0", "cuda:2"]).splitlines()[3].strip())
+    CUDA_VISIBLE_DEVICES=0,2 torchrun --nproc_per_node=2 measure.py --json results.json
+    """
+    devices: dict[str, list[str]] = {}  # by host
+    for device in ranks:
+        host, _, name = device.rpartition("/")
+        devices.setdefault(host, []).append(name)
+    own, *others = devices.values()
+    numbers = [name.removeprefix("cuda:") for name in own]
+    chosen = all(map(str.isdecimal, numbers)) and all(other == own for other in others)
+    chosen = chosen and numbers != [str(k) for k in range(len(own))]
+    command = f"CUDA_VISIBLE_DEVICES={','.join(numbers)} torchrun" if chosen else "torchrun"
+    where = "On the host:"
+    if others:
+        where = f"On each host, with N = 0 to {len(others)}; HOST is the address of the first one:"
+        command += f" --nnodes={len(devices)} --node_rank=N --master_addr=HOST --master_port=29500"
+    count = str(len(own)) if all(len(other) == len(own) for other in others) else "P"
+    where = where if count != "P" else f"{where[:-1]}, and P the number of the host's ranks:"
+    return _LAUNCH[format_name].format(
+        where=where, command=f"{command} --nproc_per_node={count} measure.py --json results.json"
+    )
 
 
 @lru_cache(maxsize=2)

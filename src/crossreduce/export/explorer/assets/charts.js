@@ -12,7 +12,7 @@ class Sizes {
       "Simulated times of the same request at other sizes, of the algorithms that auto considers for so many devices. " +
       "Auto also tries variants of them: where a variant is the fastest, the time of the algorithm by its name is below. " +
       "The chart has the times by name, and auto as a wide line.";
-    const head = element("tr", {}, ...["Size", "fastest", "", "algbw GB/s", "busbw GB/s", ...names].map((text) => element("th", { scope: "col", textContent: text })));
+    const head = element("tr", {}, ...["Size", "fastest", "its time", "algbw GB/s", "busbw GB/s", ...names].map((text) => element("th", { scope: "col", textContent: text })));
     const rows = texts.map((text, k) => {
       const [best, , duration, rate, bus] = auto[k];
       return element("tr", {}, element("th", { scope: "row", textContent: text }), element("td", { className: "best", textContent: best }),

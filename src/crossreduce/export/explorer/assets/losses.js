@@ -11,7 +11,7 @@ class Losses {
     this.panel.hidden = !this.model;
     if (!this.model) return;
     const { rows, all } = this.model, [algorithm, time, rate, ratio] = all;
-    const head = ["", "Without", "like it", "time", "", "by", "GB/s when large", "of the bound"];
+    const head = ["", "without", "parts of this kind", "time", "times as long", "by", "GB/s when large", "of the bound"];
     this.buttons = rows.map((row, k) => {
       const button = element("button", { type: "button", textContent: "Take away" });
       button.setAttribute("aria-pressed", "false");
@@ -19,7 +19,7 @@ class Losses {
       button.addEventListener("click", () => this.take(this.taken && this.taken.row === k ? null : { row: k, name: row.name, links: row.links, card: row.card }));
       return button;
     });
-    const lines = rows.map((row, k) => this.line([this.buttons[k], row.half ? `half of ${row.name}` : row.name, row.alike > 1 ? String(row.alike - 1) : "–", row.duration, row.times, row.algorithm, row.rate, row.ratio]));
+    const lines = rows.map((row, k) => this.line([this.buttons[k], row.half ? `half of ${row.name}` : row.name, String(row.alike), row.duration, row.times, row.algorithm, row.rate, row.ratio]));
     document.getElementById("losses").append(
       element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col", textContent: text })))),
       element("tbody", {}, this.line(["", "nothing", "", time, "", algorithm, rate, ratio]), ...lines),
