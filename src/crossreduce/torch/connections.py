@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from _crossreduce_torch import NO_ADDRESS, REASON, VARIABLE
 
-from ..errors import ArgumentError, MismatchError, encoded, rank_list
+from ..errors import ArgumentError, BackendError, MismatchError, encoded, rank_list
 from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, PAUSES_S, ConnectionStore, Origin
 from ..ranks.membership import shared_failure
@@ -75,7 +76,7 @@ def connect(
     rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
     try:
         exact, wanted = read_pg_options(options)
-        kept = settings(timeout)
+        kept = settings(rank, size, timeout)
     except (ArgumentError, RuntimeError) as error:
         who = f"rank {global_ranks[rank] if global_ranks else rank}"
         raise shared_failure(rendezvous, error, who, alone=True) from error
@@ -83,6 +84,17 @@ def connect(
         rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks, wanted=wanted
     )
     return kept, communicator, exact
+
+
+def require_place(group: Any, rank: int, size: int) -> None:
+    """Raise a ``BackendError`` if torch reports another rank or size of a group, with which programs would be wrong."""
+    if (group.rank(), group.size()) != (rank, size):
+        group.communicator.abort()
+        problem = (
+            f"torch {torch.__version__} reports another rank or size of a group than those with which it was made."
+        )
+        given = f"rank {group.rank()} of {group.size()} for rank {rank} of {size}"
+        raise BackendError.of(problem, given, "a version of torch that docs/pytorch.md names; or gloo")
 
 
 def close(queue: OpQueue, communicator: Communicator) -> None:

@@ -28,7 +28,7 @@ from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from .collectives import Collectives
-from .connections import close, connect
+from .connections import close, connect, require_place
 from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, wait_in_backward
@@ -76,6 +76,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         if hasattr(self, "_set_default_backend"):  # torch 2.5 or later
             self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        require_place(self, rank, size)
         self._devices = list(options.devices) if isinstance(options, InPlaceOfGloo) else ["cpu"]
         if isinstance(options, InPlaceOfGloo) and options.value == "1":
             self.backend_name = "gloo"

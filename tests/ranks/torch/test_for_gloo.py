@@ -16,16 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import _crossreduce_torch as entry
 import crossreduce.torch as crt
 from _crossreduce_torch import VARIABLE
-from crossreduce.errors import ArgumentError, CollectiveTimeout, MismatchError, UnsupportedError
+from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, MismatchError, UnsupportedError
 
 ON, OFF = {VARIABLE: "1"}, {VARIABLE: ""}
 REAL = c10d._new_process_group_helper.__wrapped__  # torch's function
+BUILT_IN = {"GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE"}  # plug-ins of torch itself, from 2.15 on
 
 
 def begin(rendezvous, folder, backend="gloo", **options):
     """Make the default group, and return this rank's number."""
     rank, size = rendezvous.rank, rendezvous.size
-    for other in {*c10d.Backend._plugins} - {"CROSSREDUCE"}:  # of tests in the process from which this one was forked
+    for other in {*c10d.Backend._plugins} - BUILT_IN - {"CROSSREDUCE"}:  # of tests in the process that forked this one
         del c10d.Backend._plugins[other]
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=size, **options)
     return rank
@@ -378,3 +379,19 @@ def test_torch_does_not_warn_because_of_the_library(tmp_path, backend, capfd):
     assert c10d.Backend._plugins["CROSSREDUCE"]
     ranks(1, one_rank, tmp_path, backend, environment=[OFF])
     assert "No backend of type" not in capfd.readouterr().err
+
+
+class OfAnotherTorch(crt.Group):
+    """A group whose rank is that of a backend with one rank, as in torch from 2.14 on."""
+
+    def rank(self):
+        return 1
+
+
+def test_a_torch_that_reports_another_rank_is_an_error():
+    """If torch reports another rank or size than a group was made with, making the group is an error. Programs would
+    otherwise divide their data wrongly."""
+    with pytest.raises(
+        BackendError, match=r"another rank or size(.|\n)*rank 1 of 1 for rank 0 of 1(.|\n)*a tested version"
+    ):
+        OfAnotherTorch(dist.HashStore(), 0, 1, timedelta(seconds=20), "odd")

@@ -3,14 +3,21 @@
 import operator
 import subprocess
 import sys
+import weakref
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch_checks
 import torch_exact
 import torch_group_checks
 import torch_oracle
 import torch_training
 from ranks import ranks
+
+import crossreduce.torch as crt
+from crossreduce.torch import op_queue
 
 pytestmark = pytest.mark.usefixtures("torch_optimizers")
 COLLECTIVES = torch_checks.CHECKS + torch_group_checks.CHECKS
@@ -63,3 +70,19 @@ def test_a_repeated_call_runs_in_compiled_code(tmp_path):
     command = [sys.executable, "-c", REPEATED, str(tmp_path / "store")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert ran.stdout == "1\n"
+
+
+@pytest.mark.parametrize("end", ["wait", "get_future"])
+def test_tensors_refer_to_their_works_in_earlier_versions_of_torch(monkeypatch, end):
+    """With torch 2.4 to 2.6 a work lives until it was waited for, also if only C++ code has it: functional collectives
+    would otherwise wait for ever, now and then. After that, no tensor refers to it."""
+    monkeypatch.setattr(op_queue, "KEEPS_WORKS", True)
+    group = crt.Group(dist.HashStore(), 0, 1, timedelta(seconds=20), "kept")
+    x, parts = torch.ones(3), [torch.empty(3)]
+    calls = {"allreduce": lambda: group.allreduce([x]), "allgather": lambda: group.allgather([parts], [x])}
+    for tensor, call in zip((x, parts[0]), calls.values(), strict=True):
+        work = weakref.ref(call())
+        assert tensor.__dict__["_crossreduce_work"] is work()
+        getattr(work(), end)()
+        assert "_crossreduce_work" not in tensor.__dict__
+    group.shutdown()

@@ -31,18 +31,27 @@ def process_group(
     if interfaces:
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
     gloo: Any = c10d.ProcessGroupGloo
-    return _group_at(gloo.create_device(hostname=_own_address(is_one_host)), store, rank, size, timeout)
+    options = _options(gloo.create_device(hostname=_own_address(is_one_host)), timeout)
+    return torch.distributed.ProcessGroupGloo(store, rank, size, options)
 
 
-def settings(timeout: timedelta) -> Any:
-    """Return a ``ProcessGroupGloo`` of this rank alone, without connections. torch keeps a group's timeout in it."""
-    return _group_at(_loopback_device(), torch.distributed.HashStore(), 0, 1, timeout, threads=1)
+def settings(rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a ``ProcessGroupGloo`` without connections. torch keeps a group's timeout in it.
+
+    From torch 2.14 on, it also has the rank and the size of the group: torch reads them in the group's default backend.
+    """
+    options = _options(_loopback_device(), timeout, threads=1)
+    if hasattr(options, "enable_reconfigure"):
+        options.enable_reconfigure = True  # gloo then does not connect the ranks
+    else:
+        rank, size = 0, 1
+    return torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), rank, size, options)
 
 
-def _group_at(device: Any, store: Any, rank: int, size: int, timeout: timedelta, threads: int = 2) -> Any:
+def _options(device: Any, timeout: timedelta, threads: int = 2) -> Any:
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout, options._threads = [device], timeout, threads
-    return torch.distributed.ProcessGroupGloo(store, rank, size, options)
+    return options
 
 
 @lru_cache(maxsize=1)
