@@ -71,7 +71,7 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
 
     >>> text = to_nccl_tuner_csv(Topology.machine("hgx-h100"))
     >>> print(text.splitlines()[-1])
-    reducescatter,1572865,18446744073709551615,ring,simple,64,1,8,-1,-1
+    allgather,6291457,18446744073709551615,ring,simple,64,1,8,-1,-1
     """
     model = Model(topology)
     fits = _fits(model, times or {})
