@@ -129,8 +129,6 @@ class Queued(Finished):
         self._running.acquire()
         self._future: Any = None
         self._future_lock = threading.Lock()
-        if KEEPS_WORKS:
-            keep(self, tensors)
 
     def run(self) -> None:
         function, self._function = self._function, None  # releases the function's references
@@ -283,6 +281,8 @@ class OpQueue:
             self._queue.put(work)
             if self._thread is None:
                 self._start()
+        if KEEPS_WORKS:  # not if the op was refused: the tensors could no longer be copied or saved
+            keep(work, tensors)
         return work
 
     def _start(self) -> None:

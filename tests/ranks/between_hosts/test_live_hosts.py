@@ -157,13 +157,13 @@ def test_gloo_does_not_use_a_loopback_address_between_hosts():
         assert ranks(2, without_an_interface, bed) == [[1.0] * 3] * 2
 
 
-def connections_in_use(rendezvous, bed, nbytes):
-    """Sum arrays of two hosts, ``nbytes`` in all. Return how many connections large messages use then, and how many the
-    two ranks have over the first and over the second interface."""
+def connections_in_use(rendezvous, bed, nbytes, size=2 * MIB):
+    """Sum arrays of two hosts, ``nbytes`` in all, ``size`` elements each. Return how many connections large messages
+    use then, and how many the two ranks have over the first and over the second interface."""
     me = rendezvous.rank
     namespaces.enter(bed.holders[me].pid)
     with processes.join(me, 2, f"{bed.addresses[0]}:29500", timeout_s=60) as group:
-        x = np.arange(2 * MIB, dtype=np.float32) % 1021
+        x = np.arange(size, dtype=np.float32) % 1021
         for _ in range(nbytes // x.nbytes):
             assert np.array_equal(group.all_reduce(x * 2**me), 3 * x)
         lines = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
@@ -174,13 +174,17 @@ def connections_in_use(rendezvous, bed, nbytes):
     return lanes, over
 
 
-@pytest.mark.parametrize(("limit", "lanes"), [("of each connection", 4), ("of the link", 1)])
-def test_several_connections_are_used_where_they_are_faster(limit, lanes):
-    """Ranks find out whether four connections are faster than one: not if the link itself is what limits the rate."""
+@pytest.mark.parametrize(
+    ("limit", "size", "lanes"), [("of each connection", 2, 4), ("of each connection", 1, 4), ("of the link", 2, 1)]
+)
+def test_several_connections_are_used_where_they_are_faster(limit, size, lanes):
+    """Ranks find out whether four connections are faster than one, with any calls whose messages use several: not if
+    the link itself is what limits the rate. ``size``: of arrays, in units of 4 MiB."""
     with namespaces.hosts(2, rate="200mbit") as bed:
         if limit == "of each connection":
             bed.limit_connections(0, 1, "50mbit", "200mbit")
-        found = ranks(2, connections_in_use, bed, 48 * MIB, environment=[{"CROSSREDUCE_SOCKETS": ""}] * 2)
+        environment = [{"CROSSREDUCE_SOCKETS": ""}] * 2
+        found = ranks(2, connections_in_use, bed, 48 * MIB, size * MIB, environment=environment)
         assert [used for used, _ in found] == [lanes, lanes]
 
 

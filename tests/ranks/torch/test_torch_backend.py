@@ -17,6 +17,7 @@ import torch_training
 from ranks import ranks
 
 import crossreduce.torch as crt
+from crossreduce.errors import ContextError
 from crossreduce.torch import op_queue
 
 pytestmark = pytest.mark.usefixtures("torch_optimizers")
@@ -86,3 +87,6 @@ def test_tensors_refer_to_their_works_in_earlier_versions_of_torch(monkeypatch, 
         getattr(work(), end)()
         assert "_crossreduce_work" not in tensor.__dict__
     group.shutdown()
+    with pytest.raises(ContextError):  # and a call that is refused leaves no work, with which x could not be saved
+        group.allreduce([x])
+    assert not x.__dict__

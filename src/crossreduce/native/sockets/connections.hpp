@@ -10,7 +10,6 @@
 #pragma once
 
 #include <atomic>
-#include <cmath>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -137,9 +136,10 @@ class Connections {
         unsigned turns = 0;
         int64_t until_trial = 0, pause = int64_t{1} << 30; // bytes to the next trial, and from it to another one
         struct Tried {
-            int64_t moved = 0;
+            int64_t moved = 0, waited_us = 0;
             int turns = 0;
-            double slowest = INFINITY, fastest = 0; // bytes per us
+            double fastest = 0; // bytes per us
+            double speed() const { return static_cast<double>(moved) / static_cast<double>(waited_us); }
         } tried[2]; // with one lane, and with all
     };
 

@@ -14,11 +14,10 @@
 namespace {
 
 constexpr int64_t TRIAL_NBYTES = 8 << 20;         // that the turns of one lane, or of all, move at least
-constexpr uint64_t TRIED_NBYTES = 1 << 20;        // the smallest message that is part of a trial
 constexpr int64_t TURN_US = 40000;                // that a turn takes at least: the system counts in steps of up to 10 ms
 constexpr int64_t MOST_PAUSE = int64_t{16} << 30; // bytes from trials to the next ones
 constexpr int LEAST_TURNS = 3;                    // of each
-constexpr double FASTER = 1.25;                   // so much must any turn with all lanes be faster than any with one
+constexpr double FASTER = 1.5;                    // so much must all lanes be, in all turns together and in the fastest ones
 
 int64_t unacknowledged_of(int socket) {
     int nbytes = 0;
@@ -65,9 +64,10 @@ void Connections::hand_out(Peer &peer) {
 // Before a message is sent: find out whether all lanes move many more bytes per second than one, and decide how many are used.
 // In a trial, messages use one lane and all of them by turns, so that both get the same kinds of calls. A turn lasts until
 // nearly nothing is under way, or until it is long. Which turns use all lanes follows the Thue-Morse sequence, so that no period
-// of the program can match it. The system counts the bytes that the other host has acknowledged, and the time while there were such to wait for; the
-// time for which the other rank did not read is left out. So neither the sizes of buffers nor pauses of the program count.
-// Messages of the ranks are the only ones that are sent for this.
+// of the program can match it. The system counts the bytes that the other host has acknowledged, and the time while there were
+// such to wait for; the time for which the other rank did not read is left out. So neither the sizes of buffers nor pauses of
+// the program count. Messages of the ranks are the only ones that are sent for this. One short turn does not decide: what the
+// other rank sends at the time may delay acknowledgements, and full buffers of the network the first bytes.
 void Connections::choose_lanes(Peer &peer, uint64_t nbytes) {
     if (nbytes < LARGE_NBYTES) return;
     if (!peer.on_trial) {
@@ -76,7 +76,7 @@ void Connections::choose_lanes(Peer &peer, uint64_t nbytes) {
     }
     if (!peer.on_trial || peer.sending > 1) return;
     if (peer.in_turn && !end_turn(peer)) return;
-    if (!peer.on_trial || nbytes < TRIED_NBYTES) return;
+    if (!peer.on_trial) return;
     for (Lane &lane : peer.lanes) lane.progress = progress_of(lane.socket);
     peer.on_trial = peer.in_turn = peer.lanes.front().progress.acknowledged > 0; // else the system does not count them
     if (!peer.in_turn)
@@ -98,11 +98,13 @@ bool Connections::end_turn(Peer &peer) {
     if (waited_us < TURN_US || (left >= static_cast<int64_t>(LARGE_NBYTES) && moved < TRIAL_NBYTES)) return false;
     peer.in_turn = false;
     const double speed = static_cast<double>(moved) / static_cast<double>(waited_us);
-    tried = {tried.moved + moved, tried.turns + 1, std::min(tried.slowest, speed), std::max(tried.fastest, speed)};
+    tried = {tried.moved + moved, tried.waited_us + waited_us, tried.turns + 1, std::max(tried.fastest, speed)};
     peer.used = peer.chosen;
     for (const Peer::Tried &each : peer.tried)
         if (each.moved < TRIAL_NBYTES || each.turns < LEAST_TURNS) return true;
-    peer.used = peer.chosen = peer.tried[1].slowest > FASTER * peer.tried[0].fastest ? peer.lanes.size() : 1;
+    const auto &[one, all] = peer.tried;
+    const bool is_faster = all.fastest > FASTER * one.fastest && all.speed() > FASTER * one.speed();
+    peer.used = peer.chosen = is_faster ? peer.lanes.size() : 1;
     peer.tried[0] = peer.tried[1] = {};
     peer.on_trial = false, peer.until_trial = peer.pause;
     peer.pause = std::min(4 * peer.pause, MOST_PAUSE);
