@@ -210,6 +210,19 @@ def test_the_model_chooses_as_nccl_does_in_known_cases():
     assert {row[4] for row in pcie} == {"ll", "simple"}
 
 
+def test_only_nvlinks_count_as_nvlinks(tmp_path):
+    """Links to PCIe switches, CPUs and network cards neither change the generation of a GPU, nor give it NVLS or LL128.
+    NVLinks that join only pairs of GPUs do not, either."""
+    for name, hosts, nics, rate in (("dgx-1v", 2, None, 150), ("dgx-a100", 2, "efa", 300), ("hgx-h100", 1, None, 450)):
+        assert Model(cr.Topology.machine(name, hosts, nics=nics)).gpu_gb_per_s == rate
+    rows = ["X NV12 PIX PIX", "NV12 X PIX PIX", "PIX PIX X NV12", "PIX PIX NV12 X"]
+    pairs = "GPU0 GPU1 GPU2 GPU3\n" + "".join(f"GPU{k} {row}\n" for k, row in enumerate(rows))
+    for text, known in ((pairs, {"gpu": "a100"}), (pairs.replace("NV12", "PIX"), {"pcie": 6})):
+        (tmp_path / "host.txt").write_text(text)
+        found = Model(cr.Topology.load(tmp_path / "host.txt", **known)).choices("all_reduce")
+        assert found == [("ring", "ll"), ("ring", "simple"), ("tree", "ll"), ("tree", "simple")]
+
+
 def test_the_times_of_the_model():
     """A ring all-reduce of 8 GPUs has 14 steps, and sends 14/8 of the buffer at the rings' rate. NVLS reaches 85 % of
     NVLink on H100, on 15 of 16 channels, in two directions at once."""

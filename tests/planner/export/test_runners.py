@@ -195,3 +195,5 @@ def test_the_command_is_for_the_hosts_and_gpus_of_the_plan():
     assert two.startswith("torchrun --nnodes=2 --node_rank=N --master_addr=HOST ")
     assert " --nproc_per_node=2 " in two
     assert " --nproc_per_node=P " in command("host0/cuda:0", "host0/cuda:1", "host1/cuda:0")
+    assert command("a/cuda:0", "b/cuda:4").startswith("CUDA_VISIBLE_DEVICES=G torchrun --nnodes=2 ")
+    assert ", G the numbers of its GPUs:" in launch_text("msccl", ["a/cuda:0", "b/cuda:4"])

@@ -34,9 +34,8 @@ def test_lines_of_a_log(prefix):
     text = "\n".join(prefix(k) + line for k, line in enumerate(LINES))
     assert read_nvidia_smi(text) == read_nvidia_smi(PAIRS)
     rows = showtopo(4, lambda i, j: True, lambda k: k // 2).splitlines()
-    assert read_rocm(
-        "\n".join(prefix(k).replace("#", ">").replace("+", ">") + row for k, row in enumerate(rows)), gpu="mi300x"
-    ) == read_rocm("\n".join(rows), gpu="mi300x")
+    text = "\n".join(prefix(k) + row for k, row in enumerate(rows))
+    assert read_rocm(text, gpu="mi300x") == read_rocm("\n".join(rows), gpu="mi300x")
 
 
 def test_many_prefixes_take_no_time():
@@ -110,6 +109,27 @@ def test_speeds_of_rocm_smi_are_numbers_of_links():
         unknown = read_rocm(text)
         assert unknown.link(0, 1).bandwidth == stated
         assert "--gpu sets the kind" in unknown.assumed[0]
+
+
+def test_speeds_of_rocm_smi_in_logs():
+    """The titles of tables are found behind the names of hosts, so that the numbers of links are not assumed."""
+    double = grid("Bandwidth", square(4, lambda i, j: "64000-128000", "N/A"), 16)
+    text = f"{FULL}\n{double}"
+    for given in (
+        text,
+        double,
+        re.sub(r"=+ (\w+) between two GPUs =+", r"\1 TABLE:", text).replace("Link T", "LINK T"),
+    ):
+        log = "\n".join(f"host1: {line}" for line in given.splitlines())
+        assert read_rocm(log, gpu="mi300a").link(0, 1).bandwidth == 128
+        assert read_rocm(log, gpu="mi300a").assumed == ()
+
+
+@pytest.mark.parametrize("entry", ["0-0", "N/A"])
+def test_a_driver_that_does_not_know_speeds(entry):
+    """If the speeds of all pairs are missing, the link types determine the xGMI links, as without the table."""
+    without = grid("Bandwidth", square(4, lambda i, j: entry, "N/A"), 16)
+    assert read_rocm(f"{FULL}\n{without}", gpu="mi300x") == read_rocm(FULL, gpu="mi300x")
 
 
 def test_errors_of_rocm_smi_before_a_table():

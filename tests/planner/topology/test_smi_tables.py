@@ -264,6 +264,7 @@ FULL = showtopo(4, lambda i, j: True)
     [
         (FULL, {}, ["the speed of xGMI depends on the kind of GPU", "--gpu mi300x"]),
         (FULL, {"gpu": "a100"}, ["gpu=a100, which has no xGMI"]),
+        (grid("Bandwidth", square(2, lambda i, j: "1-1", "N/A")), {"gpu": "h100"}, ["gpu=h100, which has no xGMI"]),
         (showtopo(8, lambda i, j: True), {"gpu": "mi210"}, ["a mi210 has 3 xGMI links", "7 links of one GPU"]),
         (FULL, {"gpu": "mi300x", "hosts": 2}, ["the table lists no network cards", "--nics 8x400"]),
         (FULL[: FULL.index("Link Type")], {"gpu": "mi300x"}, ["no table of link types", "--showtopotype"]),

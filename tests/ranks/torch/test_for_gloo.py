@@ -20,7 +20,8 @@ from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, M
 
 ON, OFF = {VARIABLE: "1"}, {VARIABLE: ""}
 REAL = c10d._new_process_group_helper.__wrapped__  # torch's function
-BUILT_IN = {"GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE"}  # plug-ins of torch itself, from 2.15 on
+NEW_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+BUILT_IN = {"GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE"} if NEW_TORCH else set()  # plug-ins of torch itself
 
 
 def begin(rendezvous, folder, backend="gloo", **options):

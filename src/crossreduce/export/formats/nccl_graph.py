@@ -35,7 +35,7 @@ PATHS: Final = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
 # GB/s of a channel, which is one threadblock: that of an NVLink of V100 to H100. NCCL's search tries at most 40 (V100,
 # A100), 60 (H100) or 90 (B200) GB/s (speedArray in src/graph/search.cc), with several channels on each ring.
 MOST_PER_CHANNEL: Final = 25
-_FASTEST_PCIE: Final = 121  # GB/s, PCIe 6 x16
+FASTEST_PCIE: Final = 121  # GB/s, PCIe 6 x16
 
 Hop = tuple[str, ...]  # the nodes of a route between two GPUs that are neighbours in a ring
 
@@ -219,7 +219,7 @@ def path_type(hop: Hop, topology: Topology) -> str:
     devices = sum(node in topology.devices for node in inside)
     slowest = min(topology.by_ends[ends].bandwidth for ends in pairwise(hop))
     named = all(node.rpartition("/")[2].startswith("nvswitch") for node in inside if node not in topology.devices)
-    if named or slowest > _FASTEST_PCIE:
+    if named or slowest > FASTEST_PCIE:
         return "NVB" if devices else "NVL"
     return "PIX" if len(inside) - devices == 1 else "PXB"
 

@@ -21,6 +21,9 @@ from typing import Final
 from ...errors import PlanError
 from ...planning import plan
 from ...topology import Topology
+from ...topology.links import Link
+from ...topology.routes import is_connected
+from .nccl_graph import FASTEST_PCIE
 
 ALGORITHMS: Final = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS: Final = ("ll", "ll128", "simple")
@@ -53,7 +56,6 @@ _MOST_LL: Final = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 39.0, 20.4), 
 _NVLS_PART: Final = (0.0, 0.0, 0.85, 0.74)
 _NVLS_CHANNELS: Final = 16
 _MOST_NVLS_RANKS: Final = 32  # for all-gather and reduce-scatter
-_FASTEST_PCIE: Final = 64  # GB/s; a GPU with more bandwidth has NVLink
 _P100: Final = 80  # GB/s; GPUs with less NVLink have no LL128
 
 # A channel gets at least so many bytes for each thread, and has so many threads.
@@ -103,11 +105,10 @@ class Model:
 
     @cached_property
     def gpu_gb_per_s(self) -> float:
-        """The bandwidth of all links out of the first GPU that stay in its host."""
+        """The bandwidth of all NVLinks out of the first GPU; 0 if they do not join all GPUs of its host."""
         first = self.members[0][0]
-        home = first.rpartition("/")[0]
-        links = self.topology.out_links(first)
-        return float(sum((link.bandwidth for link in links if link.dst.rpartition("/")[0] == home), Fraction(0)))
+        links = self._nvlinks(self.members[0])
+        return float(sum((link.bandwidth for link in links if link.src == first), Fraction(0)))
 
     @cached_property
     def network_links(self) -> int:
@@ -129,12 +130,10 @@ class Model:
 
     @cached_property
     def is_switched(self) -> bool:
-        """Whether one switch joins all GPUs of a host."""
-        switches = {switch.name for switch in self.topology.switches}
+        """Whether one NVSwitch joins all GPUs of each host."""
         for members in self.members:
-            home = members[0].rpartition("/")[0]
-            near = [{link.dst for link in self.topology.out_links(member)} & switches for member in members]
-            if not {name for name in set.intersection(*near) if name.rpartition("/")[0] == home}:
+            ends = [{link.dst for link in self._nvlinks(members) if link.src == member} for member in members]
+            if not set.intersection(*ends):
                 return False
         return True
 
@@ -142,6 +141,17 @@ class Model:
     def has_nvls(self) -> bool:
         """Whether hosts have NVSwitches that add, for at least three GPUs."""
         return self.is_switched and _NVLS_PART[self.generation] > 0 and min(map(len, self.members)) > 2
+
+    def _nvlinks(self, members: list[str]) -> list[Link]:
+        """Return the NVLinks (or xGMI links) out of the GPUs of a host; none if they do not join all of them."""
+        home = members[0].rpartition("/")[0]
+        links = []
+        for link in (link for member in members for link in self.topology.out_links(member)):
+            host, _, name = link.dst.rpartition("/")
+            is_fast = name.startswith("nvswitch") or link.bandwidth > FASTEST_PCIE
+            if link.dst in members or (host == home and is_fast):
+                links.append(link)
+        return links if is_connected(members, links) else []
 
     def parts(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> tuple[float, float]:
         """Return the seconds of latencies and of transfers."""
@@ -179,7 +189,7 @@ class Model:
 
     def _ring_latency(self, collective: str, p: int, steps: int, nbytes: int) -> float:
         """Return the microseconds of a ring with protocol number ``p``."""
-        inside = (_NVLINK if self.gpu_gb_per_s > _FASTEST_PCIE else _PCIE)["ring"][p]
+        inside = (_NVLINK if self.gpu_gb_per_s else _PCIE)["ring"][p]
         if collective in ("broadcast", "reduce"):
             if self.ranks == self.hosts or (self.hosts == 1 and self.is_switched):  # all rings have the same order
                 return _CALL["ring"][p] + (inside if self.hosts == 1 else _NETWORK["ring"][p])
@@ -196,7 +206,7 @@ class Model:
 
     def _tree_latency(self, _collective: str, p: int, _steps: int, _nbytes: int) -> float:
         """Return the microseconds of a tree with protocol number ``p``."""
-        inside = (_NVLINK if self.gpu_gb_per_s > _FASTEST_PCIE else _PCIE)["tree"][p]
+        inside = (_NVLINK if self.gpu_gb_per_s else _PCIE)["tree"][p]
         within = self.ranks // self.hosts - 1
         levels = self.hosts.bit_length() - 1
         return _CALL["tree"][p] + 2 * (within * inside + levels * _NETWORK["tree"][p])

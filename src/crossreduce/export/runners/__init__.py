@@ -41,18 +41,17 @@ def launch_text(format_name: str, ranks: Sequence[str]) -> str:
     devices: dict[str, list[str]] = {}  # by host
     for device in ranks:
         host, _, name = device.rpartition("/")
-        devices.setdefault(host, []).append(name)
-    own, *others = devices.values()
-    numbers = [name.removeprefix("cuda:") for name in own]
-    chosen = all(map(str.isdecimal, numbers)) and all(other == own for other in others)
-    chosen = chosen and numbers != [str(k) for k in range(len(own))]
-    command = f"CUDA_VISIBLE_DEVICES={','.join(numbers)} torchrun" if chosen else "torchrun"
+        devices.setdefault(host, []).append(name.removeprefix("cuda:"))
+    lists, counts = {",".join(own) for own in devices.values()}, {str(len(own)) for own in devices.values()}
+    is_default = lists == {",".join(map(str, range(len(own)))) for own in devices.values()} or ":" in str(lists)
+    gpus, count = lists.pop() if len(lists) == 1 else "G", counts.pop() if len(counts) == 1 else "P"
+    command = "torchrun" if is_default else f"CUDA_VISIBLE_DEVICES={gpus} torchrun"
+    letters = "HOST is the address of the first one" + (", P the number of its ranks" if count == "P" else "")
+    letters += ", G the numbers of its GPUs" if "=G " in command else ""
     where = "On the host:"
-    if others:
-        where = f"On each host, with N = 0 to {len(others)}; HOST is the address of the first one:"
+    if len(devices) > 1:
+        where = f"On each host, with N = 0 to {len(devices) - 1}; {letters}:"
         command += f" --nnodes={len(devices)} --node_rank=N --master_addr=HOST --master_port=29500"
-    count = str(len(own)) if all(len(other) == len(own) for other in others) else "P"
-    where = where if count != "P" else f"{where[:-1]}, and P the number of the host's ranks:"
     return _LAUNCH[format_name].format(
         where=where, command=f"{command} --nproc_per_node={count} measure.py --json results.json"
     )

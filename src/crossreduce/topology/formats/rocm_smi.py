@@ -27,20 +27,20 @@ from ..gpus import GpuKind
 from ..link_kinds import kind
 from ..links import Link, Wiring, both_ways
 from .nvidia_smi import TableOptions, table_wiring
-from .smi_table import MARKS, without_log_prefix
+from .smi_table import clean_lines, without_log_prefix
 
 LONGEST: Final = 1 << 18  # characters
 # The tables by the words in their titles, and what their cells are. A cell on the diagonal is 0, N/A or True.
 _TABLES: Final = {
-    "weight": (re.compile(r"Weight between two GPUs|^\W*WEIGHT TABLE", re.IGNORECASE), re.compile(r"[0-9]{1,5}")),
-    "hops": (re.compile(r"Hops between two GPUs|^\W*HOPS TABLE", re.IGNORECASE), re.compile(r"[0-9]{1,3}")),
+    "weight": (re.compile(r"Weight between two GPUs|\bWEIGHT TABLE\b", re.IGNORECASE), re.compile(r"[0-9]{1,5}")),
+    "hops": (re.compile(r"Hops between two GPUs|\bHOPS TABLE\b", re.IGNORECASE), re.compile(r"[0-9]{1,3}")),
     "type": (
-        re.compile(r"Link Type between two GPUs|^\W*LINK TYPE TABLE", re.IGNORECASE),
+        re.compile(r"Link Type between two GPUs|\bLINK TYPE TABLE\b", re.IGNORECASE),
         re.compile(r"XGMI|PCIE|0|N/A|SELF"),
     ),
     "access": (re.compile(r"accessibility between two GPUs", re.IGNORECASE), re.compile(r"True|False")),
     "speed": (
-        re.compile(r"^=+ *(?:\w+ )*Bandwidth[\w ]* *=+$|^\W*NUMA BW TABLE", re.IGNORECASE),
+        re.compile(r"(?<!=)=+ *(?:\w+ )*Bandwidth[\w ]* *=+$|\bNUMA BW TABLE\b", re.IGNORECASE),
         re.compile(r"[0-9]+-[0-9]+|N/A|0"),
     ),
 }  # fmt: skip
@@ -81,8 +81,7 @@ def read_rocm_smi(text: str, options: TableOptions) -> Wiring:
         raise ArgumentError.of(f"the tables must have at most {LONGEST} characters.", f"{len(text)} characters", _SHOW)
     number = {address: k for k, address in enumerate(dict.fromkeys(_ADDRESS.findall(text)))}
     named = _ADDRESS.sub(lambda match: f"GPU{number[match[0]]}", text)
-    lines = [MARKS.sub("", line).replace("|", " ").strip(" \t>") for line in named.splitlines()]
-    lines = [without_log_prefix(line) for line in lines]
+    lines = [without_log_prefix(line) for line in clean_lines(named)]
     names: list[int] = []
     tables: dict[str, dict[Pair, str]] = {}
     for k, line in enumerate(lines):
@@ -124,22 +123,27 @@ def _wiring(
 def _xgmi(names: list[int], tables: dict[str, dict[Pair, str]], gpu: GpuKind | None) -> tuple[list[Link], list[str]]:
     """Return the xGMI links, and what was assumed about them."""
     speeds, types, weights = (tables.get(what, {}) for what in ("speed", "type", "weight"))
+    if gpu is not None and not gpu.direct.startswith("xgmi"):
+        problem = "the tables of rocm-smi and amd-smi are those of GPUs of AMD."
+        raise ArgumentError.of(problem, f"gpu={gpu.name}, which has no xGMI", "--gpu mi300x")
     latency = kind(gpu.direct if gpu else "xgmi-mi300").latency_s
     pairs = list(combinations(names, 2))
     links: list[Link] = []
-    if speeds:
-        stated = {pair: int(speeds[pair].partition("-")[2] or 0) for pair in pairs if types.get(pair, "XGMI") == "XGMI"}
-        found, assumed = _speeds({pair: speed for pair, speed in stated.items() if speed}, gpu)
+    stated = {pair: int(speeds[pair].partition("-")[2] or 0) for pair in pairs if pair in speeds}
+    stated = {pair: each for pair, each in stated.items() if each and types.get(pair, "XGMI") == "XGMI"}
+    if stated or not types:  # drivers that do not know the speeds state 0-0 or N/A for all pairs
+        found, assumed = _speeds(stated, gpu)
         for (a, b), speed in found.items():
             links += both_ways(f"cuda:{a}", f"cuda:{b}", speed, latency)
         return links, assumed
     joined = [pair for pair in pairs if types[pair] == "XGMI" and int(weights.get(pair, _DIRECT)) <= _DIRECT]
     if not joined:
         return [], []
-    if gpu is None or not gpu.direct.startswith("xgmi"):
+    if gpu is None:
         problem = "the speed of xGMI depends on the kind of GPU, which the tables do not state."
-        given = "no name of a GPU" if gpu is None else f"gpu={gpu.name}, which has no xGMI"
-        raise ArgumentError.of(problem, given, "--gpu mi300x, or the output of rocm-smi --shownodesbw, too")
+        raise ArgumentError.of(
+            problem, "no name of a GPU", "--gpu mi300x, or the output of rocm-smi --shownodesbw, too"
+        )
     counts: Counter[str] = Counter()
     used: Counter[int] = Counter()
     for a, b in joined:
@@ -164,7 +168,7 @@ def _speeds(stated: dict[Pair, int], gpu: GpuKind | None) -> tuple[dict[Pair, Fr
     speeds = {pair: Fraction(each, 1000) for pair, each in stated.items()}
     if not stated:
         return speeds, []
-    if gpu is None or not gpu.direct.startswith("xgmi"):
+    if gpu is None:
         return speeds, ["the xGMI speeds that the driver states, which may be a constant; --gpu sets the kind"]
     raw = kind(gpu.direct).raw
     constants = set()

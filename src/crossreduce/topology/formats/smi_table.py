@@ -20,7 +20,7 @@ GPU: Final = re.compile(r"GPU[0-9]{1,4}")
 
 # What is not part of a table: colours, whose escape character web pages drop or write as ^[ or \\033; characters
 # without a width; and Markdown's marks of bold and of escapes.
-MARKS: Final = re.compile(
+_MARKS: Final = re.compile(
     r"(?:\x1b|\^\[|\u241b|\\(?:033|x1b|e))(?:\[[0-9;]*[A-Za-z]|\(B)|\[[0-9;]+m|[\u200b-\u200d\u2060\ufeff*`\\]"
 )
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*[0-9][\w-]*")  # the name of a GPU or NIC: mlx5_0, NIC0, ibp12s0, roce-0
@@ -72,7 +72,7 @@ def read_table(text: str) -> Table:
     if not isinstance(text, str) or len(text) > LONGEST:
         given = shown(text) if not isinstance(text, str) else f"{len(text)} characters"
         raise ArgumentError.of(f"the table must be text of at most {LONGEST} characters.", given, _SHOW)
-    lines = [MARKS.sub("", line).replace("|", " ").replace("│", " ").strip(" \t>#+") for line in text.splitlines()]
+    lines = clean_lines(text)
     if not any(map(_header, lines)):
         lines = [without_log_prefix(line) for line in lines]
     headers = {k: names for k, line in enumerate(lines) if (names := _header(line))}
@@ -106,6 +106,11 @@ def read_table(text: str) -> Table:
     # Parts of GPUs have no links of their own, and Data Direct (DD) is a second PCIe function of a card.
     whole = [name for name in names if not re.match(r"MIG|DD[0-9]", name)]
     return Table(whole, {name: row for name, row in rows.items() if name in whole})
+
+
+def clean_lines(text: str) -> list[str]:
+    """Return the lines of a text without colours, and without the marks of Markdown, mail, diffs and comments."""
+    return [_MARKS.sub("", line).replace("|", " ").replace("│", " ").strip(" \t>#+") for line in text.splitlines()]
 
 
 def without_log_prefix(line: str) -> str:
