@@ -219,8 +219,9 @@ def test_only_nvlinks_count_as_nvlinks(tmp_path):
     pairs = "GPU0 GPU1 GPU2 GPU3\n" + "".join(f"GPU{k} {row}\n" for k, row in enumerate(rows))
     for text, known in ((pairs, {"gpu": "a100"}), (pairs.replace("NV12", "PIX"), {"pcie": 6})):
         (tmp_path / "host.txt").write_text(text)
-        found = Model(cr.Topology.load(tmp_path / "host.txt", **known)).choices("all_reduce")
-        assert found == [("ring", "ll"), ("ring", "simple"), ("tree", "ll"), ("tree", "simple")]
+        model = Model(cr.Topology.load(tmp_path / "host.txt", **known))
+        assert model.choices("all_reduce") == [("ring", "ll"), ("ring", "simple"), ("tree", "ll"), ("tree", "simple")]
+        assert model.generation == ("gpu" in known)  # A100: the most that LL reaches depends on the kind of GPU
 
 
 def test_the_times_of_the_model():
@@ -233,6 +234,9 @@ def test_the_times_of_the_model():
     assert latency == pytest.approx(25e-6)
     assert transfer == pytest.approx((1 << 30) * 14 / 8 / (450e9 * 0.85 * 15 / 16 * 2))
     assert Model(HGX.subset([0])).parts("all_reduce", "ring", "ll", 1024) == (0, 0)
+    for protocol, micros in (("ll", 6.6 + 8 * 0.6), ("simple", 8.4 + 8 * 4.0)):  # rings of several orders
+        latency, _ = Model(cr.Topology.machine("dgx-1v")).parts("broadcast", "ring", protocol, 1024)
+        assert latency == pytest.approx(micros * 1e-6)
 
 
 def test_measured_times_decide_and_rows_say_so():

@@ -129,8 +129,8 @@ def test_invalid_arguments_are_refused(tmp_path):
     ):
         with pytest.raises(error, match=text):
             draw(*arguments, path)
-    for width in (5, float("nan")):
-        with pytest.raises(ArgumentError, match=rf"at least 5.4 inches wide[\s\S]*width={width}"):
+    for width in (5, float("nan"), float("inf"), None):
+        with pytest.raises(ArgumentError, match=rf"inches, at least 5.4[\s\S]*width={width}"):
             draw_schedule(ring(GPUS), RING, path, width=width)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

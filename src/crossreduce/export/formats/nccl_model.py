@@ -105,10 +105,14 @@ class Model:
 
     @cached_property
     def gpu_gb_per_s(self) -> float:
-        """The bandwidth of all NVLinks out of the first GPU; 0 if they do not join all GPUs of its host."""
-        first = self.members[0][0]
-        links = self._nvlinks(self.members[0])
-        return float(sum((link.bandwidth for link in links if link.src == first), Fraction(0)))
+        """The bandwidth of all NVLinks out of the first GPU."""
+        links = [link for link in self._nvlinks(self.members[0]) if link.src == self.members[0][0]]
+        return float(sum((link.bandwidth for link in links), Fraction(0)))
+
+    @cached_property
+    def has_nvlink(self) -> bool:
+        """Whether NVLinks (or xGMI links) join all GPUs of each host."""
+        return all(is_connected(members, self._nvlinks(members)) for members in self.members)
 
     @cached_property
     def network_links(self) -> int:
@@ -126,7 +130,7 @@ class Model:
     def has_ll128(self) -> bool:
         """Whether NCCL enables LL128: NVLink joins the GPUs of a host, and cards are not behind a CPU."""
         behind_cpus = any(switch.name.rpartition("/")[2].startswith("cpu") for switch in self.topology.switches)
-        return self.gpu_gb_per_s > _P100 and not behind_cpus
+        return self.has_nvlink and self.gpu_gb_per_s > _P100 and not behind_cpus
 
     @cached_property
     def is_switched(self) -> bool:
@@ -143,7 +147,7 @@ class Model:
         return self.is_switched and _NVLS_PART[self.generation] > 0 and min(map(len, self.members)) > 2
 
     def _nvlinks(self, members: list[str]) -> list[Link]:
-        """Return the NVLinks (or xGMI links) out of the GPUs of a host; none if they do not join all of them."""
+        """Return the NVLinks (or xGMI links) out of the GPUs of a host."""
         home = members[0].rpartition("/")[0]
         links = []
         for link in (link for member in members for link in self.topology.out_links(member)):
@@ -151,7 +155,7 @@ class Model:
             is_fast = name.startswith("nvswitch") or link.bandwidth > FASTEST_PCIE
             if link.dst in members or (host == home and is_fast):
                 links.append(link)
-        return links if is_connected(members, links) else []
+        return links
 
     def parts(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> tuple[float, float]:
         """Return the seconds of latencies and of transfers."""
@@ -189,12 +193,13 @@ class Model:
 
     def _ring_latency(self, collective: str, p: int, steps: int, nbytes: int) -> float:
         """Return the microseconds of a ring with protocol number ``p``."""
-        inside = (_NVLINK if self.gpu_gb_per_s else _PCIE)["ring"][p]
+        home = _NVLINK if self.has_nvlink else _PCIE
         if collective in ("broadcast", "reduce"):
+            by = home if self.hosts == 1 else _NETWORK
             if self.ranks == self.hosts or (self.hosts == 1 and self.is_switched):  # all rings have the same order
-                return _CALL["ring"][p] + (inside if self.hosts == 1 else _NETWORK["ring"][p])
-            step = inside if self.hosts == 1 else _NETWORK["ring"][p]
-            return _CALL["ring"][p] + steps * step
+                return _CALL["ring"][p] + by["ring"][p]
+            return _CALL["ring"][p] + steps * by["tree" if p == 2 else "ring"][p]
+        inside = home["ring"][p]
         crossing = 0 if self.hosts == 1 else steps * (self.hosts - 1) // (self.ranks - 1)
         if self.hosts > 1:
             inside = max(inside, _POST[p])
@@ -206,7 +211,7 @@ class Model:
 
     def _tree_latency(self, _collective: str, p: int, _steps: int, _nbytes: int) -> float:
         """Return the microseconds of a tree with protocol number ``p``."""
-        inside = (_NVLINK if self.gpu_gb_per_s else _PCIE)["tree"][p]
+        inside = (_NVLINK if self.has_nvlink else _PCIE)["tree"][p]
         within = self.ranks // self.hosts - 1
         levels = self.hosts.bit_length() - 1
         return _CALL["tree"][p] + 2 * (within * inside + levels * _NETWORK["tree"][p])

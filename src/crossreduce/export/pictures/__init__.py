@@ -115,8 +115,8 @@ def draw_schedule(
     """
     if not isinstance(schedule, Schedule):
         raise ArgumentError.of("draw_schedule requires a Schedule.", shown(schedule), "plan.schedule")
-    if not width >= _LEAST_WIDTH:
-        problem = f"a picture of a schedule is at least {_LEAST_WIDTH} inches wide."
+    if not isinstance(width, (int, float)) or not _LEAST_WIDTH <= width < math.inf:
+        problem = f"the width of a picture of a schedule is a finite number of inches, at least {_LEAST_WIDTH}."
         raise ArgumentError.of(problem, f"width={shown(width)}", f"width={_LEAST_WIDTH}")
     topology = topology_of(topology)
     groups = tree_groups(schedule, topology)
@@ -185,7 +185,8 @@ def _grid(count: int, size: tuple[float, float], titles: list[str], widest: floa
     best: tuple[float, _Grid] | None = None
     for columns in range(span, min(count + span**2, int(widest / _CELL)) + 1):
         rows = max(span, math.ceil((count + span**2) / columns))
-        room = widest / columns, _AREA / widest / rows - 0.5  # for a map in a cell, below a title of 0.5 inches
+        # For a map in a cell, below a title of 0.5 inches. A picture that may be wider is not lower.
+        room = widest / columns, _AREA / min(widest, _WIDTH) / rows - 0.5
         scale = min(1.0, room[0] / size[0], room[1] / size[1])
         width = max(columns * max(size[0] * scale, _CELL), _LEAST_WIDTH)
         heads = ["\n".join(textwrap.wrap(title, max(12, int(width / columns / 0.08)))) for title in titles]
