@@ -144,6 +144,7 @@ def test_the_first_run_on_a_gpu(tmp_path, only, seconds, setting, outcomes):
     [
         ("run", ["OUT", "--only", "nosuch"], r"no case begins with 'nosuch'\. There are: 1 versions, 2 kernels"),
         ("run", ["OUT", "--seconds", "nan"], "argument --seconds: invalid int value: 'nan'"),
+        ("run", [__file__], "results cannot be written there: .*test_cuda_fake"),
         ("checks", ["nosuch"], "choose from '?versions"),
         ("rates", ["nosuch"], "choose from '?8 to 1"),
     ],

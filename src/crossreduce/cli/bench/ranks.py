@@ -299,7 +299,7 @@ def run(request: BenchRequest) -> int:
 def _measure(request: BenchRequest, dist: Any) -> int:
     """Measure crossreduce and the peers, print the tables on rank 0, and return the exit code."""
     control = dist.new_group(backend="gloo")
-    host = machine(), os.environ.get("CROSSREDUCE_HOST")
+    host = machine(), os.environ.get("CROSSREDUCE_HOST", "")  # as ranks of a group tell hosts apart
     places = TorchBackend(control, control).gather(((os.getpid(), socket.gethostname()), host))
     processes, hosts = zip(*places, strict=True)
     request = replace(request, processes=processes, hosts=len(set(hosts)))

@@ -93,14 +93,14 @@ class Model:
     @cached_property
     def ring_gb_per_s(self) -> float:
         """The bandwidth of all rings together, between any two neighbours."""
-        return _ring_rate(self.topology)
+        return _rate_of_rings(self.topology)
 
     @cached_property
     def tree_gb_per_s(self) -> float:
         """The bandwidth of all trees together. With two hosts, the network carries half of what a ring needs."""
         if self.hosts != 2:
             return self.ring_gb_per_s
-        rates = [_ring_rate(self.topology.part(tuple(members))) for members in self.members if len(members) > 1]
+        rates = [_rate_of_rings(self.topology.part(tuple(members))) for members in self.members if len(members) > 1]
         return min([*rates, 2 * self.ring_gb_per_s])
 
     @cached_property
@@ -163,10 +163,10 @@ class Model:
             return 0.0, 0.0
         p, n = PROTOCOLS.index(protocol), self.ranks
         steps = {"all_reduce": 2 * (n - 1), "all_gather": n - 1, "reduce_scatter": n - 1}.get(collective, n)
-        latency = {"ring": self._ring_latency, "tree": self._tree_latency}.get(algorithm)
-        if latency is not None:
-            micros = latency(collective, p, steps, nbytes)
-            rate = self._ring_rate(p) * n / steps if algorithm == "ring" else self._tree_rate(p, nbytes)
+        if algorithm == "ring":
+            micros, rate = self._ring_latency(collective, p, steps, nbytes), self._ring_rate(p) * n / steps
+        elif algorithm == "tree":
+            micros, rate = self._tree_latency(p), self._tree_rate(p, nbytes)
         elif algorithm == "pat":
             micros = 8.0 + math.log2(self.hosts) * _NETWORK["tree"][p] / 3.5 + 2.8 * n
             rate = 0.75 * self.tree_gb_per_s
@@ -209,7 +209,7 @@ class Model:
             micros *= _PLATEAU[self.generation]
         return micros
 
-    def _tree_latency(self, _collective: str, p: int, _steps: int, _nbytes: int) -> float:
+    def _tree_latency(self, p: int) -> float:
         """Return the microseconds of a tree with protocol number ``p``."""
         inside = (_NVLINK if self.has_nvlink else _PCIE)["tree"][p]
         within = self.ranks // self.hosts - 1
@@ -251,7 +251,7 @@ class Model:
         return micros, min(rate, network) * ratio
 
 
-def _ring_rate(topology: Topology) -> float:
+def _rate_of_rings(topology: Topology) -> float:
     """Return the GB/s of the rings on a topology, which is their all-gather rate without the part that is not sent."""
     n = len(topology.devices)
     try:
