@@ -27,7 +27,7 @@ from ...planning.schedules import CHOICES, REGISTRY
 from ...topology.topology_like import is_path
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset, say_unused
 from .output import INVOKED, bound_json, rate_json, text_width
-from .topologies import Devices, Hosts, InNetwork, Machine, WithoutLink, select
+from .topologies import BetweenCpus, Devices, Gpu, Hosts, InNetwork, Machine, Nics, Pcie, WithoutLink, select
 
 NBYTES: Final = "64M"
 
@@ -71,11 +71,10 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of e
     "without_link": (WithoutLink, None),
     "hosts": (Hosts, 1),
     "in_network": (InNetwork, False),
-    # ``crossreduce topology --help`` describes these.
-    "nics": (Annotated[str | None, Option("--nics", hidden=True)], None),
-    "gpu": (Annotated[str | None, Option("--gpu", hidden=True)], None),
-    "pcie": (Annotated[int | None, Option("--pcie", hidden=True)], None),
-    "between_cpus": (Annotated[float | None, Option("--between-cpus", hidden=True)], None),
+    "nics": (Nics, None),
+    "gpu": (Gpu, None),
+    "pcie": (Pcie, None),
+    "between_cpus": (BetweenCpus, None),
     "costs": (CostsOption, None),
     "operation_us": (OperationUs, None),
 }
