@@ -298,7 +298,7 @@ def test_narrow_pages_name_the_columns_of_stacked_tables_and_show_narrow_drawing
         f'<!doctype html>{theme}{links}<article class="bd-article"><table>{rows}</table>{both}'
         f'<p><img id="chart" src="{chart}"></p></article>'
     )
-    kind = "return [...document.querySelectorAll('img[class]')].filter((img) => img.offsetWidth).map((img) => img.className)"
+    kind = "return [...document.querySelectorAll('img[class]')].filter((i) => i.offsetWidth).map((i) => i.className)"
     before = "return [...document.querySelectorAll('td')].map((cell) => getComputedStyle(cell, '::before').content)"
     with chromium(tmp_path / "profile") as driver:
         for width, heads, version in (

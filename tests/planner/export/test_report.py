@@ -177,7 +177,9 @@ def test_trees_of_one_shape_are_folded_as_in_explain():
     (group,) = groups(plan)
     assert [route.fold for route in group.routes] == ["1/8 on each device, from all others"] * 8
     assert "1/8 on each device, from all others" in plan.explain()
-    assert {route.fold for group in groups(cr.plan("dgx-1v", algorithm="hierarchical_copy")) for route in group.routes} == {""}
+    assert {
+        route.fold for group in groups(cr.plan("dgx-1v", algorithm="hierarchical_copy")) for route in group.routes
+    } == {""}
 
 
 def test_the_page_is_valid_and_asks_for_nothing(made, page):

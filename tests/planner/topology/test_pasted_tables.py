@@ -117,7 +117,7 @@ def test_tables_that_are_refused(text, words):
 def test_missing_nvlinks_of_a_gpu_that_can_have_them_are_assumptions():
     """The table of H100 without NVLinks may be that of topo -mp, so the topology lists this as an assumption."""
     text = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: 1)\n" + table(uniform(2, "NODE"))
-    assert read_nvidia_smi(text, pcie=5).assumed == ("no NVLinks, as in the table; a h100 can have 18",)
+    assert read_nvidia_smi(text, pcie=5).assumed == ("no NVLinks, as in the table; the h100 can have 18",)
     assert read_nvidia_smi(table(uniform(2, "NODE")), gpu="l40s", pcie=4).assumed == ()
 
 

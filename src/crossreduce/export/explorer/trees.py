@@ -77,14 +77,14 @@ def groups(plan: Plan) -> tuple[RouteGroup, ...]:
             {hop for c in chunks for hop, final in hops[c] if final is wanted} for wanted in (False, True)
         )
         roots = tuple(program.devices[k] for k in sorted(form.roots))
-        links = (_links(used_hops, plan, program.devices) for used_hops in (partial, final_hops))
+        links = [_links(used_hops, plan, program.devices) for used_hops in (partial, final_hops)]
         kind = _kind(form), len({end for hop in form.used for end in hop[:2]})
         title = " → ".join(program.devices[k] for k in form.cycle) or f"result on {', '.join(roots)}"
         if kind[0] == "tree":
             tree, outward = _tree(roots[0], share, partial or final_hops, program.devices)
             trees.setdefault(kind, []).append(tree)
             title = tree_text(*tree[1:])
-        kinds.setdefault(kind, []).append(ShownRoute(title, share, len(chunks), roots, *links))
+        kinds.setdefault(kind, []).append(ShownRoute(title, share, len(chunks), roots, links[0], links[1]))
     for kind, same in trees.items():
         routes = kinds[kind]
         for text, more, places in folded(same, outward):

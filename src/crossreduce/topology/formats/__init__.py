@@ -69,7 +69,7 @@ def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
 
 
 def _without_markup(text: str) -> str:
-    """Return a table of GPUs without the tags of HTML, or the quotes and escapes of JSON and Python around its lines."""
+    """Return a table of GPUs without the tags of HTML, or the quotes and escapes of JSON and Python."""
     if text.lstrip().startswith("<") and "GPU0" in text and "<system" not in text:
         return re.sub(r"<[^<>]*>|&nbsp;", " ", re.sub(r"</tr>|<br ?/?>", "\n", text))
     if "\\tGPU0" in text:
