@@ -158,13 +158,10 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
     share, the first is shown. A last line has the number of trees beyond the first 16 lines.
 
     Args:
-      plan_shape: the trees.
       outward: whether data flow from the roots, as in a broadcast.
       width: the longest line; ``None``: 9 + 160.
 
-    >>> from crossreduce.planning import direct, ring
-    >>> tree_lines(shape(direct(["cpu:0", "cpu:1", "cpu:2"])))
-    ['     1/3 on each device, from all others']
+    >>> from crossreduce.planning import ring
     >>> tree_lines(shape(ring(["cpu:0", "cpu:1", "cpu:2"])))
     ['     1/3 on each device, along the ring cpu:0 -> cpu:1 -> cpu:2 -> cpu:0']
     """
@@ -177,30 +174,22 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
     most = _MOST_LETTERS if width is None else max(width, LEAST_WIDTH) - 9
     lines = []
     for text, others, same in texts[:_MOST_LINES]:
-        room = most - len(others)
-        share = trees[same[0]][0]
-        lines.append(f"{share!s:>8s} {text if len(text) <= room else text[: room - 4] + ' ...'}{others}")
+        cut = text if len(text) <= most - len(others) else text[: most - len(others) - 4] + " ..."
+        lines.append(f"{trees[same[0]][0]!s:>8s} {cut}{others}")
     more = sum(len(same) for *_, same in texts[_MOST_LINES:])
-    return lines + ([f"         and {more} more"] if more else [])
+    return [*lines, f"         and {more} more"] if more else lines
 
 
 def folded(trees: Sequence[Tree], outward: bool) -> list[tuple[str, str, list[int]]]:
-    """Return the lines of a list of trees: a text, how many more trees it stands for, and the positions of all of them.
-
-    >>> from crossreduce.planning import direct
-    >>> folded(shape(direct(["cpu:0", "cpu:1", "cpu:2"])).trees, outward=False)
-    [('on each device, from all others', '', [0, 1, 2])]
-    """
-    alike: dict[tuple[Fraction, object], list[int]] = {}
+    """Return the text of each line about trees, what follows it if it is cut, and the positions of its trees."""
+    alike, lines = dict[tuple[Fraction, object], list[int]](), list[tuple[str, str, list[int]]]()
     for k, (share, root, parents) in enumerate(trees):
         alike.setdefault((share, _kind(root, parents, outward)), []).append(k)
-    lines: list[tuple[str, str, list[int]]] = []
     for (_, kind), same in alike.items():
         text = _text_of_kind(kind, [trees[k][1] for k in same], outward) if len(same) >= _LEAST_FOLDED else ""
-        if text:
-            lines.append((text, "", same))
-        elif len(same) > _MOST_ALIKE:
-            lines.append((tree_text(*trees[same[0]][1:]), f" and {len(same) - 1} more of this shape", same))
+        if text or len(same) > _MOST_ALIKE:
+            others = "" if text else f" and {len(same) - 1} more of this shape"
+            lines.append((text or tree_text(*trees[same[0]][1:]), others, same))
         else:
             lines += [(tree_text(*trees[k][1:]), "", [k]) for k in same]
     return lines
