@@ -1,7 +1,7 @@
 """Draw the pictures of the README and of docs/pictures: a reduction from its arrays to its results, and all charts.
 
-Input: a plan that is made here, and stored results. Output: docs/pictures/overview.svg, overview-narrow.svg for
-telephones, speed.svg, and the charts of result_charts.py. The same input gives the same files. Nothing is measured
+Input: a plan that is made here, and stored results. Output: docs/pictures/overview.svg and speed.svg, both
+also narrow for telephones, and the charts of result_charts.py. The same input gives the same files. Nothing is measured
 here. The pictures of docs/planning.md are drawn by the code of that page.
 Run: python benchmarks/pictures.py [--results FOLDER] [--folder FOLDER]
 """
@@ -199,6 +199,7 @@ def main() -> None:
     overview(given.folder / "overview.svg")
     overview(given.folder / "overview-narrow.svg", narrow=True)
     draw_ratios(ratios, given.folder / "speed.svg", two)
+    draw_ratios(ratios, given.folder / "speed-narrow.svg", two, style.NARROW)
     for name in result_charts.CHARTS:
         result_charts.draw(name, given.folder, given.results)
 

@@ -92,7 +92,7 @@ def write(folder: Path) -> None:
         chart.draw(kept, folder / f"{chart.name}.svg")
         sections.append(
             f"## {chart.title}\n\n{chart.text}\n\n"
-            f"```{{image}} ../_generated/{chart.name}.svg\n:alt: {chart.text}\n```\n\n"
+            f"![{chart.text}](../_generated/{chart.name}.svg)\n\n"
             f"{described(kept)}\nResults: `benchmarks/results/{chart.results}`, made by `{chart.made_by}`.\n"
         )
     (folder / "benchmarks.md").write_text("\n".join(sections))

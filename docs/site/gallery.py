@@ -71,7 +71,7 @@ def section(entry: Entry, folder: Path, pages: Path) -> str:
             f"{plan.algbw:.4g} GB/s. The bound is {float(plan.bound.algbw):.4g} GB/s; large arrays reach "
             f"{percent(plan.ratio)} of it.\n",
             f'<p><a href="{pages.name}/{entry.name}.html">Watch this plan in the plan explorer</a></p>\n',
-            f"```{{image}} _generated/{entry.name}.svg\n:alt: The links of {entry.machine}\n```\n",
+            f"![The links of {entry.machine}](_generated/{entry.name}.svg)\n",
             f"```sh\n{command}\n```\n",
         ]
     )

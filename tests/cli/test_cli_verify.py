@@ -125,7 +125,7 @@ DAMAGED_GROUPS = [
     (lambda about: about["groups"][1].update(bytes_multiple_of=3), 1, "its bytes_multiple_of is"),
     (lambda about: about["groups"][1].update(file="group_7.json"), 2, "group_7.json cannot be read"),
     (lambda about: about["groups"][1].update(file="../x.json"), 2, "'../x.json', which is not a file of a group"),
-    (lambda about: about["groups"][1].pop("ranks"), 2, "groups.json is not the list of groups: 'ranks' is missing"),
+    (lambda about: about["groups"][1].pop("ranks"), 2, "groups.json is not the list of groups: it lacks 'ranks'"),
     (lambda about: about.update(groups=[]), 2, "it must list groups with files"),
     (lambda about: about.update(format="other"), 2, 'its format is not "crossreduce.groups/1"'),
 ]

@@ -203,6 +203,7 @@ def test_ci_runs_readmes_commands():
 def test_links_have_targets():
     """Every relative link and picture in the documents names a file. Every file of docs/pictures/ is used."""
     documents = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    documents = [each for each in documents if each.parent.name != "_generated"]  # what a build of the site has left
     assert ROOT / "CONTRIBUTING.md" in documents
     unused = set(PICTURES.iterdir())
     for document in documents:

@@ -104,7 +104,7 @@ _METAVARS: Final = {
     "W,W": "weights",
     "A-B": "without_link",
     "X": "between_cpus granularity interval operation_us",
-    "N": "average batch_size check epochs hosts iters num_packs packs pcie per_iter_report seed stepfactor "
+    "N": "average batch_size check copies epochs hosts iters num_packs packs pcie per_iter_report seed stepfactor "
     "warmup_iters",
 }
 """What stands for the value of an option in its help; for all other options, it is NAME."""
@@ -144,10 +144,6 @@ class Command(_WithoutTypes, TyperCommand):
         super().format_help(ctx, formatter)
         lines = "\n".join(f"crossreduce {line}" for line in EXAMPLES[self.name or ""])
         terminal().print(Panel(Text(lines), title="Examples", title_align="left", border_style="dim"))
-        hidden = [parameter.opts[0] for parameter in self.params if getattr(parameter, "hidden", False)]
-        if hidden:
-            also = f"Rarer options: {', '.join(hidden)}. See docs/command-line.md."
-            terminal().print(Text(also, style="dim"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         INVOKED.set(printable(shlex.join(["crossreduce", self.name or "", *args])))

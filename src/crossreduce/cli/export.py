@@ -18,6 +18,7 @@ from ..export import EXPORTERS, Exporter, format_of
 from ..export.explorer import Beside, report_html, stages
 from ..export.exportable import check_exportable
 from ..export.fitting import Fitting, fitting
+from ..export.formats.nccl_graph import PATHS
 from ..export.runners import runner_files
 from ..planning.granularity import TOLERANCE, sizes_that_fit
 from ..planning.schedules import CHOICES
@@ -33,6 +34,7 @@ PAGE_SUFFIX: Final = ".html"
 SUFFIXES: Final = tuple(exporter.suffix for exporter in EXPORTERS.values() if exporter.suffix)
 TUNER: Final = "nccl-tuner"  # it holds choices for all collectives and sizes, not a plan
 ONE_RANK: Final = tuple(name for name, exporter in EXPORTERS.items() if exporter.one_rank)
+_GRAPHS: Final = "Options for NCCL graphs"
 _FILE: Final = f"{', '.join(SUFFIXES)}; {PAGE_SUFFIX}: a page for a browser; .svg, .png: a picture; or --format."
 
 
@@ -47,8 +49,11 @@ def export(
         int | None, Option(help=f"Only the part of this rank, in: {', '.join(ONE_RANK)}. Default: all.")
     ] = None,
     granularity: Granularity = None,
-    path: Annotated[str | None, Option("--path", hidden=True)] = None,  # docs/command-line.md describes these two
-    copies: Annotated[int | None, Option("--copies", hidden=True)] = None,
+    path: Annotated[
+        str | None,
+        Option(metavar="PATH", help=f"Connection of the GPUs: {', '.join(PATHS)}.", rich_help_panel=_GRAPHS),
+    ] = None,
+    copies: Annotated[int | None, Option(help="Channels of each ring.", rich_help_panel=_GRAPHS)] = None,
     measured: Annotated[
         list[Path] | None,
         Option(

@@ -19,6 +19,7 @@ from .. import Schedule
 from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
 from ..planning.granularity import sizes_that_fit
+from ..topology.formats.json_format import why_not
 from .support.output import Bar, progress
 
 MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
@@ -164,9 +165,8 @@ def _read_list(file: Path, form: str, check: Callable[[dict[str, Any]], None]) -
             f"{problem} A folder must be one that crossreduce bundle or groups --export wrote."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         kind = "a bundle" if file.name == "ranks.json" else "groups"
-        raise ArgumentError(f"{file} is not the list of {kind}: {reason}.") from error
+        raise ArgumentError(f"{file} is not the list of {kind}: {why_not(error)}.") from error
     return read
 
 

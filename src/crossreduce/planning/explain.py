@@ -26,7 +26,7 @@ _LEAST_BUSY: Final = 0.01  # resources that are busy for a smaller part of the t
 
 # A share of the buffer, the name of the root, and the parent of each other node. Children send to their parents; but if
 # nothing is reduced, parents send to their children.
-_Tree = tuple[Fraction, str, dict[str, str]]
+Tree = tuple[Fraction, str, dict[str, str]]
 
 
 class Shape(NamedTuple):
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
     roots: tuple[str, ...]  # the devices that compute the final values of chunks; if nothing is reduced, the sources
     depth: int  # the greatest number of hops from a device to the root of a chunk, or back
-    trees: tuple[_Tree, ...]  # one for each chunk and each of the chunk's roots
+    trees: tuple[Tree, ...]  # one for each chunk and each of the chunk's roots
 
 
 class _Value(NamedTuple):
@@ -64,7 +64,7 @@ def shape(schedule: Schedule) -> Shape:
     return Shape(tuple(dict.fromkeys(root for _, root, _ in all_trees)), depth, all_trees)
 
 
-def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
+def _trees(schedule: Schedule) -> tuple[list[list[Tree]], int]:
     """Return the trees of each chunk, and the depth of the deepest tree."""
     names = schedule.devices
     contributed = [(c, source) for c, chunk in enumerate(schedule.chunks) for source in chunk.sources]
@@ -85,7 +85,7 @@ def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
                 value = value._replace(hops=0)  # hops from a root are counted from 0
             computed[c, dst] = value
         stored.update(computed)
-    trees: list[list[_Tree]] = []
+    trees: list[list[Tree]] = []
     for c, chunk in enumerate(schedule.chunks):
         trees.append([(chunk.share, names[value.device], _parents(value, names)) for value in complete[c]])
         if not complete[c]:  # nothing is reduced: the route of the data to each destination, from the source
@@ -97,7 +97,7 @@ def _trees(schedule: Schedule) -> tuple[list[list[_Tree]], int]:
     return trees, depth
 
 
-def _images(schedule: GeneratedSchedule, trees: list[list[_Tree]]) -> list[list[_Tree]]:
+def _images(schedule: GeneratedSchedule, trees: list[list[Tree]]) -> list[list[Tree]]:
     """Return the trees of all chunks of a generated schedule; ``trees`` are those of its base's chunks."""
     order, names = schedule.symmetry.order, schedule.devices
     images = [  # for each element of the symmetry, the device to which it maps each device
@@ -158,13 +158,10 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
     share, the first is shown. A last line has the number of trees beyond the first 16 lines.
 
     Args:
-      plan_shape: the trees.
       outward: whether data flow from the roots, as in a broadcast.
       width: the longest line; ``None``: 9 + 160.
 
-    >>> from crossreduce.planning import direct, ring
-    >>> tree_lines(shape(direct(["cpu:0", "cpu:1", "cpu:2"])))
-    ['     1/3 on each device, from all others']
+    >>> from crossreduce.planning import ring
     >>> tree_lines(shape(ring(["cpu:0", "cpu:1", "cpu:2"])))
     ['     1/3 on each device, along the ring cpu:0 -> cpu:1 -> cpu:2 -> cpu:0']
     """
@@ -172,27 +169,30 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
     for share, root, parents in plan_shape.trees:
         tree = root, frozenset(parents.items())
         shares[tree] = shares.get(tree, Fraction(0)) + share
-    alike: dict[tuple[Fraction, object], list[_Tree]] = {}
-    for (root, edges), share in shares.items():
-        parents = dict(edges)
-        alike.setdefault((share, _kind(root, parents, outward)), []).append((share, root, parents))
-    texts: list[tuple[Fraction, str, str, int]] = []  # share, tree or kind, how many more, number of trees
-    for (share, kind), trees in alike.items():
-        text = _text_of_kind(kind, [root for _, root, _ in trees], outward) if len(trees) >= _LEAST_FOLDED else ""
-        if text:
-            texts.append((share, text, "", len(trees)))
-        elif len(trees) > _MOST_ALIKE:
-            (_, root, parents), more = trees[0], len(trees) - 1
-            texts.append((share, tree_text(root, parents), f" and {more} more of this shape", len(trees)))
-        else:
-            texts += [(share, tree_text(root, parents), "", 1) for _, root, parents in trees]
+    trees = [(share, root, dict(edges)) for (root, edges), share in shares.items()]
+    texts = folded(trees, outward)
     most = _MOST_LETTERS if width is None else max(width, LEAST_WIDTH) - 9
     lines = []
-    for share, text, others, _ in texts[:_MOST_LINES]:
-        room = most - len(others)
-        lines.append(f"{share!s:>8s} {text if len(text) <= room else text[: room - 4] + ' ...'}{others}")
-    more = sum(count for *_, count in texts[_MOST_LINES:])
-    return lines + ([f"         and {more} more"] if more else [])
+    for text, others, same in texts[:_MOST_LINES]:
+        cut = text if len(text) <= most - len(others) else text[: most - len(others) - 4] + " ..."
+        lines.append(f"{trees[same[0]][0]!s:>8s} {cut}{others}")
+    more = sum(len(same) for *_, same in texts[_MOST_LINES:])
+    return [*lines, f"         and {more} more"] if more else lines
+
+
+def folded(trees: Sequence[Tree], outward: bool) -> list[tuple[str, str, list[int]]]:
+    """Return the text of each line about trees, what follows it if it is cut, and the positions of its trees."""
+    alike, lines = dict[tuple[Fraction, object], list[int]](), list[tuple[str, str, list[int]]]()
+    for k, (share, root, parents) in enumerate(trees):
+        alike.setdefault((share, _kind(root, parents, outward)), []).append(k)
+    for (_, kind), same in alike.items():
+        text = _text_of_kind(kind, [trees[k][1] for k in same], outward) if len(same) >= _LEAST_FOLDED else ""
+        if text or len(same) > _MOST_ALIKE:
+            others = "" if text else f" and {len(same) - 1} more of this shape"
+            lines.append((text or tree_text(*trees[same[0]][1:]), others, same))
+        else:
+            lines += [(tree_text(*trees[k][1:]), "", [k]) for k in same]
+    return lines
 
 
 def _kind(root: str, parents: dict[str, str], outward: bool) -> object:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ArgumentError, shown
 from ..topology import Topology, TopologyLike, topology_of
-from ..topology.formats.json_format import check_list, check_type, load
+from ..topology.formats.json_format import check_list, check_type, load, why_not
 
 FORMAT: Final = "crossreduce.costs/1"
 
@@ -110,7 +110,7 @@ class Costs:
         except ArgumentError:
             raise
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            problem = f"this text does not have costs in JSON: {error}."
+            problem = f"this text does not have costs in JSON: {why_not(error)}."
             raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
     def require_links(self, topology: Topology) -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Final, NamedTuple
 
 from ..errors import ArgumentError, ScheduleError, shown
-from ..topology.formats.json_format import check_list, check_type, load
+from ..topology.formats.json_format import check_list, check_type, load, why_not
 
 FORMAT: Final = "crossreduce.schedule/1"
 GENERATED_FORMAT: Final = "crossreduce.schedule/2"  # with a symmetry that generates the other chunks
@@ -286,7 +286,7 @@ class Schedule:
         except ScheduleError:
             raise
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-            problem = f"this text is not a schedule in JSON: {error}."
+            problem = f"this text is not a schedule in JSON: {why_not(error)}."
             raise ScheduleError.of(problem, shown(text), "the text that Schedule.to_json returns") from error
 
     def describe(self, step: Step) -> str:

@@ -16,6 +16,7 @@ from ..errors import ArgumentError, shown
 
 _MOST: Final = 10**12  # GB/s or seconds; far below the limits of floats, so that computed times and rates stay finite
 _LEAST: Final = Fraction(1, _MOST)
+MOST_HOSTS: Final = 4096
 _SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon: only names of devices have one
 
 

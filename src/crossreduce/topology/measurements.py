@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from ..devices import parse
 from ..errors import ArgumentError, shown
-from .formats.json_format import check_type
+from .formats.json_format import check_type, why_not
 from .topology import Topology
 from .topology_like import MOST_BYTES
 
@@ -79,8 +79,9 @@ def _read(data: bytes, topology: Topology | None) -> tuple[Measurement, ...]:
     except ArgumentError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ArgumentError.of(f"{problem}: {reason}.", shown(data[:80]), "all_reduce_perf -J results.json") from error
+        raise ArgumentError.of(
+            f"{problem}: {why_not(error)}.", shown(data[:80]), "all_reduce_perf -J results.json"
+        ) from error
     if not measurements:
         raise ArgumentError.of("the report has no results.", shown(data[:80]), "a run that measured some bytes")
     return tuple(measurements)

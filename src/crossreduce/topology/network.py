@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from ..errors import ArgumentError, shown
 from .link_kinds import Kind, kind, read_data
-from .links import Link, Wiring, both_ways
+from .links import MOST_HOSTS, Link, Wiring, both_ways
 from .routes import groups
 
 NETWORK = "net"  # the switch that joins all cards
-_MOST_HOSTS = 4096
 
 
 class Cards(NamedTuple):
@@ -39,8 +38,8 @@ def network_cards(nics: object, hosts: int, listed: Sequence[str]) -> Cards:
     >>> network_cards("2xhdr", 2, []).names
     ('nic0', 'nic1')
     """
-    if type(hosts) is not int or not 1 <= hosts <= _MOST_HOSTS:
-        raise ArgumentError.of(f"hosts must be an integer from 1 to {_MOST_HOSTS}.", shown(hosts), "hosts=2")
+    if type(hosts) is not int or not 1 <= hosts <= MOST_HOSTS:
+        raise ArgumentError.of(f"hosts must be an integer from 1 to {MOST_HOSTS}.", shown(hosts), "hosts=2")
     text = str(nics).strip().lower()
     count = re.fullmatch(r"([1-9][0-9]{0,2}) *[x*] *(.*)", text)
     if not listed and (nics is None or count is None):
@@ -155,4 +154,9 @@ def join_hosts(
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]} ({len(names)} cards)"
+    if len(names) <= 4:
+        return ", ".join(names)
+    numbers = [int(name[3:]) if re.fullmatch("NIC[0-9]{1,4}", name) else 0 for name in names]
+    if all(b == a + 1 for a, b in pairwise(numbers)):
+        return f"{names[0]} to {names[-1]} ({len(names)} cards)"
+    return f"{', '.join(names[:16])}{', ...' * (len(names) > 16)} ({len(names)} cards)"

@@ -94,7 +94,7 @@ def require_place(group: Any, rank: int, size: int) -> None:
             f"torch {torch.__version__} reports another rank or size of a group than those with which it was made."
         )
         given = f"rank {group.rank()} of {group.size()} for rank {rank} of {size}"
-        raise BackendError.of(problem, given, "a version of torch that docs/pytorch.md names; or gloo")
+        raise BackendError.of(problem, given, "torch 2.4, or 2.13 to 2.15; or gloo")
 
 
 def close(queue: OpQueue, communicator: Communicator) -> None:

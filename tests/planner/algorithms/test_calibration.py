@@ -209,7 +209,7 @@ def test_what_else_reports_can_have():
         (edited(args=["./alltoall_perf"]), r"cannot be compared with a prediction\.\n  given: '\./alltoall_perf'"),
         (edited(row={"out_of_place": {"time": "nan", "nwrong": 0}}), "a time must be a number of microseconds above 0"),
         (edited(row={"out_of_place": {"time": 1.0, "nwrong": 5.0}}), "given: 5 wrong elements of 4096 bytes"),
-        (edited(row={"size": "4096"}), "is not of type int"),
+        (edited(row={"size": "4096"}), '"4096" is not a whole number'),
         (edited(row={"size": 2**60 + 1}), "a size must be at most 1152921504606846976 bytes"),
         (edited(config={"ngpus": 9}), r"a device that the topology does not have\.\n  given: device 2 of host 'node0'"),
         (edited(config={"devices": [{"rank": 1, "hostname": "a", "device": 0, "pid": 1}]}), r"its ranks are \[1, 2\]"),

@@ -171,6 +171,17 @@ def test_identical_rings_are_one_entry(monkeypatch):
     assert groups(plan) == ()
 
 
+def test_trees_of_one_shape_are_folded_as_in_explain():
+    """Trees that ``explain`` prints in one line are routes of one entry, whose text is that line."""
+    plan = cr.plan(cr.Topology.machine("hgx-h100"), nbytes="64M", algorithm="direct")
+    (group,) = groups(plan)
+    assert [route.fold for route in group.routes] == ["1/8 on each device, from all others"] * 8
+    assert "1/8 on each device, from all others" in plan.explain()
+    assert {
+        route.fold for group in groups(cr.plan("dgx-1v", algorithm="hierarchical_copy")) for route in group.routes
+    } == {""}
+
+
 def test_the_page_is_valid_and_asks_for_nothing(made, page):
     """Ids are unique, and controls have names. No attribute or style has an address. The policy forbids every request,
     and allows only the eleven scripts in the page. (``Page`` checks that elements are closed.)"""

@@ -313,8 +313,8 @@ OP = ("gpus", 0, "threadblocks", 0, "ops")
 REMOTE = ("gpus", 0, "remote_buffers", 0, "access_channel_types")
 NESTED = '{"name": "pipeline", "iter_context": {}, "ops": []}, '
 MALFORMED = [
-    ('{"gpus": [}', "this is not JSON"),
-    ('{"gpus":' + "[" * 100_000, "this is not JSON"),
+    ('{"gpus": [}', "it is not JSON at line 1, column 11"),
+    ('{"gpus":' + "[" * 100_000, "it is nested too deeply"),
     (None, "must be a str"),
     (edited("name"), "plan: the field name is missing"),
     (edited("gpus", value=[]), r'plan "custom": the plan must have GPUs'),

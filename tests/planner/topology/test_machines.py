@@ -156,7 +156,10 @@ def test_in_network():
         (("",), {}, r"no machine of this name[\s\S]*dgx-1p[\s\S]*tpu-v4"),
         ((["dgx-1v"],), {}, r"no machine of this name[\s\S]*list"),
         (("links",), {}, "no machine of this name"),
-        *((("dgx-1v", n), {}, f"hosts must be an int[\\s\\S]*{n!r}") for n in (0, -1, True, 2.0, "2", None)),
+        *(
+            (("dgx-1v", n), {}, f"hosts must be an int[\\s\\S]*{n!r}")
+            for n in (0, -1, True, 2.0, "2", None, 4097, 10**22)
+        ),
         (("dgx-1v",), {"speeds": "measured"}, r"raw or effective[\s\S]*'measured'"),
         (
             ("dgx-1v", 2),

@@ -1,5 +1,6 @@
 """Further tables as people paste them: logs, damaged fabrics, parts of cards, and hosts whose table lists no cards."""
 
+import json
 import re
 from fractions import Fraction
 
@@ -25,6 +26,10 @@ LINES = PAIRS.splitlines()
         lambda k: f"[host1] 2026-05-09 05:26:{k:02d},123 ",
         lambda k: f"{k + 1:6}\t",
         lambda k: f"{k + 1}:",
+        lambda _: "Nov 30 12:10:01 host1 bash[123]: ",
+        lambda _: "2026-11-30T12:10:01+0100 host1 bash[123]: ",
+        lambda _: "worker-1  | ",
+        lambda _: "- ",
         lambda _: "# ",
         lambda _: "+",
     ],
@@ -36,6 +41,22 @@ def test_lines_of_a_log(prefix):
     rows = showtopo(4, lambda i, j: True, lambda k: k // 2).splitlines()
     text = "\n".join(prefix(k) + row for k, row in enumerate(rows))
     assert read_rocm(text, gpu="mi300x") == read_rocm("\n".join(rows), gpu="mi300x")
+
+
+MARKUP = {
+    "JSON": json.dumps(PAIRS),
+    "Ansible": json.dumps({"stdout_lines": LINES}, indent=1),
+    "Python": repr(LINES),
+    "HTML": "".join(f"<tr><td>{line}</td></tr>".replace("\t", "&nbsp;</td><td>") for line in LINES),
+    "a code block in HTML": f"<pre>\n{PAIRS}</pre>",
+    "heavy bars": PAIRS.replace("\t", "┃"),
+}
+
+
+@pytest.mark.parametrize("text", MARKUP.values(), ids=MARKUP)
+def test_tables_in_markup(text):
+    """Tags of HTML, and the quotes and escapes of JSON and Python, are removed."""
+    assert Topology(*parse(text.encode(), TableOptions())) == read_nvidia_smi(PAIRS)
 
 
 def test_many_prefixes_take_no_time():
@@ -71,6 +92,8 @@ REFUSED = {
         ["this line is not the header of a table", "line 1: GPU0 GPU1 CPU"],
     ),
     "rows without a header": ("GPU0 X NV1\nGPU1 NV1 X\n", ["this line is not the header of a table", "line 1: GPU0 X"]),
+    "a cut row": (SHORT[:-4], ["the row of GPU1 must have X, NV#", "but has none for GPU1", "line 3: GPU1 NV4"]),
+    "blanks in names": (SHORT.replace("GPU", "GPU "), ["this line is not the header of a table", "line 1: GPU 0"]),
     "commas": (",GPU0,GPU1\nGPU0,X,NV4\nGPU1,NV4,X\n", ["this line is not the header of a table", "line 1: ,GPU0"]),
     "a row of a later command": (
         SHORT + "\n$ nvidia-smi topo -m | grep ^GPU1\nGPU1\tNV3\t X \n",
@@ -94,7 +117,7 @@ def test_tables_that_are_refused(text, words):
 def test_missing_nvlinks_of_a_gpu_that_can_have_them_are_assumptions():
     """The table of H100 without NVLinks may be that of topo -mp, so the topology lists this as an assumption."""
     text = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: 1)\n" + table(uniform(2, "NODE"))
-    assert read_nvidia_smi(text, pcie=5).assumed == ("no NVLinks, as in the table; a h100 can have 18",)
+    assert read_nvidia_smi(text, pcie=5).assumed == ("no NVLinks, as in the table; the h100 can have 18",)
     assert read_nvidia_smi(table(uniform(2, "NODE")), gpu="l40s", pcie=4).assumed == ()
 
 

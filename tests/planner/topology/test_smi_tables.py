@@ -207,7 +207,7 @@ def test_rocm_smi():
     assert {switch.name for switch in hives.switches} == {"cpu0", "cpu1"}
     assert [hives.link("cuda:0", node).bandwidth for node in ("cuda:3", "cpu0")] == [46, Fraction(63, 2)]
     assert hives.link("cpu0", "cpu1").bandwidth == 16
-    assert hives.assumed[1:] == ("PCIe 4 x16 as on a mi100, 31.5 GB/s for each GPU; --pcie sets it",)
+    assert hives.assumed[1:] == ("PCIe 4 x16 as on the mi100, 31.5 GB/s for each GPU; --pcie sets it",)
     only_pcie = read_rocm(showtopo(4, lambda i, j: False), pcie=3)
     assert only_pcie.route("cuda:0", "cuda:3") == ("cuda:0", "cpu0", "cuda:3")
 
@@ -411,7 +411,7 @@ def test_hosts_are_joined_by_the_cards_of_the_table():
         (rails.replace("NV18", "NV12"), 400),
     ):  # PCIe 4, of a link and of a limit, is assumed
         pcie, network = read_nvidia_smi(text, gpu="a100", hosts=2, nics=speed).assumed
-        assert pcie == "PCIe 4 x16 as on a a100, 31.5 GB/s for each GPU; --pcie sets it"
+        assert pcie == "PCIe 4 x16 as on the a100, 31.5 GB/s for each GPU; --pcie sets it"
         assert network.startswith("network of")
     assert read_nvidia_smi(rails, hosts=1) == read_nvidia_smi(table(uniform(8, "NV18")))
 

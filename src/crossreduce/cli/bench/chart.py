@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from ...export.pictures import style
-from ...export.pictures.figure import new_figure
+from ...export.pictures.figure import new_figure, wrap_title
 from .ranks import PEERS as RANK_PEERS
 
 DEFAULT, KEPT = "default", "kept"  # whether the processes of a row kept freed memory
@@ -53,7 +53,10 @@ def fastest_ways(report: dict[str, Any]) -> list[FastestWay]:
 
 
 def draw_ratios(
-    report: dict[str, Any], path: str | os.PathLike[str], fewer_ranks: dict[str, Any] | None = None
+    report: dict[str, Any],
+    path: str | os.PathLike[str],
+    fewer_ranks: dict[str, Any] | None = None,
+    width: float = style.WIDTH,
 ) -> None:
     """Draw a line per peer: the time of its fastest way as a multiple of crossreduce's time, over the size.
 
@@ -64,6 +67,7 @@ def draw_ratios(
       report: the content of the file of ``crossreduce bench --against --output``.
       path: a file that ends in .svg or .png; an existing file is replaced.
       fewer_ranks: another such content, of another number of ranks, whose lines are dotted and have open markers.
+      width: of the picture, in inches.
     Raises:
       ArgumentError: an invalid path.
       BackendError: matplotlib is not installed.
@@ -75,7 +79,7 @@ def draw_ratios(
     title = "Time of other libraries, as a multiple of crossreduce's time"
     if report["crossreduce"].get("exact"):  # reports of versions that had no exact sums lack it
         title += " with exact sums"
-    with new_figure(path, style.WIDTH, 6.0, title, fit=True) as drawn:
+    with new_figure(path, width, 6.0, title, head=wrap_title(title, width), fit=True) as drawn:
         axes = drawn.subplots()
         for curve in curves:
             is_kept = curve.memory == KEPT
@@ -93,7 +97,7 @@ def draw_ratios(
         axes.axhline(1, color=style.OURS, linewidth=2, label="crossreduce = 1")
         style.size_axis(axes, sorted({row["size"] for row in report["rows"]}))
         style.value_axis(axes, min(ratios) / 1.3, max(ratios) * 1.3, "x")
-        style.legend_below(drawn, axes)
+        style.legend_below(drawn, axes, 3 if width >= style.WIDTH else 2)
         counts = sorted({curve.report["config"]["devices"] for curve in curves if curve.peer in RANK_PEERS})
         crowded = [str(count) for count in counts if count > machine["cores"]]
         shared = list(dict.fromkeys(_NAMES[each.peer] for each in fastest if each.one_result))

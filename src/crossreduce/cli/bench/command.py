@@ -77,7 +77,7 @@ def bench(
     topology: Annotated[str | None, Option(metavar="MACHINE|FILE|this", help="Plan on this topology.")] = None,
     launch: Annotated[int | None, Option("--launch", metavar="N", help=LAUNCH)] = None,
     peers: Annotated[str, Option(help=f"With ranks: measure {', '.join(ranks.PEERS)}, too.")] = "",
-    against: Annotated[str, Option(metavar="PEERS", help=f"Print ratios to {','.join(contests.PEERS)}.")] = "",
+    against: Annotated[str, Option(metavar="PEERS", help=f"Print ratios to {', '.join(contests.PEERS)}.")] = "",
     picture: Annotated[Path | None, Option(metavar="FILE.svg|.png", help="With --against: draw the ratios.")] = None,
     keep_memory: Annotated[
         bool, Option("--keep-memory", metavar=" ", help="With --against: also with keep_memory().")
@@ -88,7 +88,7 @@ def bench(
 
     Times are means over the calls, each until its results are ready. With
     --launch or under torchrun, each rank is a process; with --against, each
-    peer all-reduces in turn. See docs/command-line.md.
+    peer all-reduces in turn.
     The exit code is 1 if an element is wrong.
     """
     in_ranks = launch is not None or ranks.is_rank()

@@ -191,7 +191,11 @@ def read_costs(text: str | None, machine: str, hosts: int = 1, nics: str | None 
         raise ArgumentError(f"--costs {text} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"--costs {text} is not UTF-8 text.") from error
-    return Costs.from_json(content)
+    try:
+        return Costs.from_json(content)
+    except ArgumentError as error:
+        error.prefix(f"--costs {text}")
+        raise
 
 
 def read_node(option: str, text: str, topology: Topology) -> str:

@@ -81,8 +81,10 @@ def check_folder(option: str, path: Path) -> None:
         problem = None if os.access(path, os.W_OK | os.X_OK) else "it is write-protected"
     elif path.exists():
         problem = "it is not a folder, and this format consists of several files"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
     else:
-        problem = None if path.parent.is_dir() else f"there is no folder {path.parent}"
+        problem = None if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} is write-protected"
     if problem:
         raise ArgumentError(f"{option} {path} cannot be written: {problem}.")
 

@@ -27,25 +27,25 @@ from ...planning.schedules import CHOICES, REGISTRY
 from ...topology.topology_like import is_path
 from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset, say_unused
 from .output import INVOKED, bound_json, rate_json, text_width
-from .topologies import Devices, Hosts, InNetwork, Machine, WithoutLink, select
+from .topologies import BetweenCpus, Devices, Gpu, Hosts, InNetwork, Machine, Nics, Pcie, WithoutLink, select
 
 NBYTES: Final = "64M"
 
 Collective = Annotated[str, Option(help=", ".join(COLLECTIVES))]
-Nbytes = Annotated[str, Option(help="Bytes of the buffer; K, M, G are powers of 1024.")]
+Nbytes = Annotated[str, Option(help="Bytes of the buffer: 64, 8K, 64M, 1G.")]
 Algorithm = Annotated[str, Option(help=", ".join(ALGORITHMS))]
-Root = Annotated[str | None, Option(help="Root, by number or name. Default: the best one.")]
+Root = Annotated[str | None, Option(help="Number or name. Default: the best.")]
 Packs = Annotated[int, Option(help="Number of trees, for one_device and hierarchical_copy.")]
 Participants = Annotated[
     str | None,
-    Option(help="Devices that take part, such as 0-3,6; all others help: they forward and combine. Default: all."),
+    Option(help="Devices that take part: 0-3,6; others only help. Default: all."),
 ]
 CostsOption = Annotated[
     str | None,
     Option(
         "--costs",
         metavar="FILE|published",
-        help="Costs besides the links: a file of Costs.to_json, or those that are published for the machine.",
+        help="A file of Costs.to_json, or the published costs of the machine.",
     ),
 ]
 OperationUs = Annotated[
@@ -55,8 +55,8 @@ OperationUs = Annotated[
 Granularity = Annotated[
     float | None,
     Option(
-        help="By how much (in percent) rounding may slow down the plan. With rounded shares, a file fits messages of "
-        "more sizes; 0: no rounding. Default: 2 in MSCCL and MSCCL++ files, else 0."
+        help="Percent by which rounded shares, which fit messages of more sizes, may slow down the plan. "
+        "Default: 2 in MSCCL and MSCCL++ files, else 0."
     ),
 ]
 
@@ -71,11 +71,10 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {  # the type and the default of e
     "without_link": (WithoutLink, None),
     "hosts": (Hosts, 1),
     "in_network": (InNetwork, False),
-    # ``crossreduce topology --help`` describes these.
-    "nics": (Annotated[str | None, Option("--nics", hidden=True)], None),
-    "gpu": (Annotated[str | None, Option("--gpu", hidden=True)], None),
-    "pcie": (Annotated[int | None, Option("--pcie", hidden=True)], None),
-    "between_cpus": (Annotated[float | None, Option("--between-cpus", hidden=True)], None),
+    "nics": (Nics, None),
+    "gpu": (Gpu, None),
+    "pcie": (Pcie, None),
+    "between_cpus": (BetweenCpus, None),
     "costs": (CostsOption, None),
     "operation_us": (OperationUs, None),
 }

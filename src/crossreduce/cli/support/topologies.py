@@ -18,15 +18,20 @@ MACHINE: Final = (
     "A machine of the library, a file (JSON, NCCL's XML, nvidia-smi topo -m, rocm-smi), or 'this' for this machine"
 )
 Machine = Annotated[str, Argument(metavar="MACHINE|FILE|this", help=f"{MACHINE}.")]
+_PANEL: Final = "For several hosts, and for tables of GPUs, which state no speeds"
 Nics = Annotated[
-    str | None, Option("--nics", help="The network of the hosts; for a table, Gb/s of a card: 400, or 8x400.")
+    str | None,
+    Option(
+        "--nics",
+        help="The network, or Gb/s of a card: ndr, 400, 8x400.",
+        rich_help_panel=_PANEL,
+    ),
 ]
-# What a table of GPUs does not state.
-Gpu = Annotated[str | None, Option("--gpu", help="The kind of GPU in a table: gb200, mi300x.")]
-Pcie = Annotated[int | None, Option("--pcie", help="The generation of PCIe, for a table: 4.")]
-BetweenCpus = Annotated[float | None, Option("--between-cpus", help="GB/s between CPUs, for a table.")]
-Hosts = Annotated[int, Option("--hosts", help="Connect this number of machines by their network.")]
-InNetwork = Annotated[bool, Option("--in-network", help="Let capable switches combine and multicast.")]
+Gpu = Annotated[str | None, Option("--gpu", help="Kind of GPU: gb200, mi300x.", rich_help_panel=_PANEL)]
+Pcie = Annotated[int | None, Option("--pcie", help="Generation of PCIe: 4.", rich_help_panel=_PANEL)]
+BetweenCpus = Annotated[float | None, Option("--between-cpus", help="GB/s between CPUs.", rich_help_panel=_PANEL)]
+Hosts = Annotated[int, Option("--hosts", help="Number of equal hosts.")]
+InNetwork = Annotated[bool, Option("--in-network", help="Let switches combine and multicast.")]
 Devices = Annotated[str | None, Option("--devices", help="Use only these devices: 0-3,6 or cuda:0,cuda:1.")]
 WithoutLink = Annotated[
     list[str] | None, Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")

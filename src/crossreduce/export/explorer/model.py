@@ -212,6 +212,7 @@ def _groups(plan: Plan, link_number: Numbers) -> list[dict[str, Any]]:
                     "title": route.title,
                     "share": str(route.share),
                     "chunks": many(route.chunks, "chunk"),
+                    "fold": route.fold,
                     "roots": route.roots,
                     "partial": sorted(link_number[pair] for pair in route.partial),
                     "final": sorted(link_number[pair] for pair in route.final),

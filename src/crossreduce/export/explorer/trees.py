@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from ...lowering import lower
 from ...planning import Plan
-from ...planning.explain import tree_text
+from ...planning.explain import Tree, folded, tree_text
 from ...schedule.costs import Pair
 from ...schedule.schedule import many
 from ...schedule.traffic import route_links
@@ -32,6 +32,7 @@ class ShownRoute(NamedTuple):
     roots: tuple[str, ...]  # the devices that compute the result, or the only source
     partial: frozenset[Pair]  # the links that carry partial results
     final: frozenset[Pair]  # the links that carry results
+    fold: str = ""  # the text of the entry below which the page folds this route and those of the same shape
 
 
 class RouteGroup(NamedTuple):
@@ -68,16 +69,27 @@ def groups(plan: Plan) -> tuple[RouteGroup, ...]:
         cycle = _cycle(used)
         alike.setdefault(_Form(used, frozenset() if cycle else chunk_roots(chunk_program), cycle), []).append(c)
     kinds: dict[tuple[str, int], list[ShownRoute]] = {}
+    trees: dict[tuple[str, int], list[Tree]] = {}  # of the routes of each kind of tree
+    outward = False
     for form, chunks in alike.items():
         share = sum((program.chunks[c].share for c in chunks), Fraction(0))
         partial, final_hops = (
             {hop for c in chunks for hop, final in hops[c] if final is wanted} for wanted in (False, True)
         )
-        title = _title(form, partial or final_hops, program.devices)
         roots = tuple(program.devices[k] for k in sorted(form.roots))
-        links = (_links(used_hops, plan, program.devices) for used_hops in (partial, final_hops))
-        devices = len({end for hop in form.used for end in hop[:2]})
-        kinds.setdefault((_kind(form), devices), []).append(ShownRoute(title, share, len(chunks), roots, *links))
+        links = [_links(used_hops, plan, program.devices) for used_hops in (partial, final_hops)]
+        kind = _kind(form), len({end for hop in form.used for end in hop[:2]})
+        title = " → ".join(program.devices[k] for k in form.cycle) or f"result on {', '.join(roots)}"
+        if kind[0] == "tree":
+            tree, outward = _tree(roots[0], share, partial or final_hops, program.devices)
+            trees.setdefault(kind, []).append(tree)
+            title = tree_text(*tree[1:])
+        kinds.setdefault(kind, []).append(ShownRoute(title, share, len(chunks), roots, links[0], links[1]))
+    for kind, same in trees.items():
+        routes = kinds[kind]
+        for text, more, places in folded(same, outward):
+            for k in places if len(places) > 1 else ():
+                routes[k] = routes[k]._replace(fold=f"{routes[k].share} {text}{more}")
     route_groups = [
         RouteGroup(
             f"{many(len(routes), kind)} of {many(devices, 'device')}",
@@ -113,15 +125,10 @@ def _kind(form: _Form) -> str:
     return "ring" if form.cycle else "tree" if len(edges) == len(nodes) - 1 and len(form.roots) == 1 else "exchange"
 
 
-def _title(form: _Form, hops: set[_Hop], names: tuple[str, ...]) -> str:
-    """Return a text: the devices of a ring in order, a tree as in ``Plan.explain``, or the roots of an exchange."""
-    if form.cycle:
-        return " → ".join(names[k] for k in form.cycle)
-    if _kind(form) != "tree":
-        return f"result on {', '.join(names[k] for k in sorted(form.roots))}"
-    (root,) = form.roots
-    to_root = all(src != root for src, *_ in hops)
-    return tree_text(names[root], {names[a]: names[b] for a, b in ((s, d) if to_root else (d, s) for s, d, _ in hops)})
+def _tree(root: str, share: Fraction, hops: set[_Hop], names: tuple[str, ...]) -> tuple[Tree, bool]:
+    """Return a tree as ``explain`` has it, and whether data flow from its root."""
+    outward = any(names[src] == root for src, *_ in hops)
+    return (share, root, {names[a]: names[b] for a, b in ((d, s) if outward else (s, d) for s, d, _ in hops)}), outward
 
 
 def _limit_routes(route_groups: list[RouteGroup]) -> tuple[RouteGroup, ...]:

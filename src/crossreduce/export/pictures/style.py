@@ -100,10 +100,11 @@ DARK: Final = {
     **dict(zip(USES, between(["#4a2343", "#c2459d", "#ffd6f2"], len(USES)), strict=True)),
 }
 
-# A page on a telephone shows a chart of this many inches with letters of seven pixels.
+# The widths of charts in inches. A page of 400 pixels shows wide charts in their size, with a bar to scroll them.
 WIDTH: Final = 7.2
+NARROW: Final = 4.0
 FOOT: Final = 8.5  # the size of the letters of notes, in points
-_LETTERS: Final = 92  # of a note in a line
+_LETTERS: Final = 92  # of a note in a line of a chart of WIDTH
 _MOST_SIZES: Final = 11  # labels of an axis
 _HEAD: Final = "</style>"
 
@@ -201,5 +202,6 @@ def legend_below(figure: Any, axes: Any, columns: int = 3) -> None:
 
 def note(axes: Any, *texts: str) -> None:
     """Write notes below the x axis, each in lines of their own."""
-    lines = [part for text in texts for part in textwrap.wrap(text, _LETTERS)]
+    letters = round(_LETTERS * axes.figure.get_figwidth() / WIDTH)
+    lines = [part for text in texts for part in textwrap.wrap(text, letters)]
     axes.set_xlabel("\n".join(lines), fontsize=FOOT, loc="left")

@@ -123,7 +123,7 @@ def read_directory(directory: Path) -> FoundTraces:
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
-        raise ArgumentError.of(f"{directory} cannot be read.", error.strerror or str(error), remedy) from error
+        raise ArgumentError.of(f"{directory} cannot be read: {error.strerror}.", "", remedy) from error
     contents: list[TraceContent] = []
     notes = owners_note(statuses(path for path in paths if FILE.fullmatch(path.name)).values())
     shares = _shares({path: needed_nbytes(path) for path in paths if FILE.fullmatch(path.name)}, MOST_READ)

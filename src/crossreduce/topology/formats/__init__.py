@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,7 +48,7 @@ def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
     from .nvidia_smi import NOT_STATED, read_nvidia_smi
     from .rocm_smi import is_rocm_smi, read_rocm_smi
 
-    options = options or NOT_STATED
+    options, text = options or NOT_STATED, _without_markup(text)
     start = text.lstrip()[:1]
     if start in ("{", "<") and options != NOT_STATED:
         given = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if value not in (None, 1))
@@ -65,3 +66,13 @@ def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
         return read_nvidia_smi(text, options)
     problem = "this is not a topology." if start else "the file is empty."
     raise ArgumentError.of(problem, shown(text[:80]), _FORMATS)
+
+
+def _without_markup(text: str) -> str:
+    """Return a table of GPUs without the tags of HTML, or the quotes and escapes of JSON and Python."""
+    if text.lstrip().startswith("<") and "GPU0" in text and "<system" not in text:
+        return re.sub(r"<[^<>]*>|&nbsp;", " ", re.sub(r"</tr>|<br ?/?>", "\n", text))
+    if "\\tGPU0" in text:
+        text = re.sub(r"""\\n|["'],\s*["']""", "\n", text.replace("\\tGPU0", "\n\\tGPU0", 1))
+        return re.sub(r"""[]["'{}]""", " ", text.replace("\\t", "\t"))
+    return text

@@ -13,6 +13,7 @@ from ..links import Link, Switch, Wiring, exact
 FORMAT: Final = "crossreduce.topology/1"
 
 T = TypeVar("T")
+_KINDS: Final = {dict: "an object", list: "a list", str: "text", int: "a whole number", bool: "true or false"}
 
 
 def write_json(wiring: Wiring) -> str:
@@ -38,7 +39,7 @@ def read_json(text: str) -> Wiring:
     except ArgumentError:
         raise
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        problem = f"this text is not a topology in JSON: {error}."
+        problem = f"this text is not a topology in JSON: {why_not(error)}."
         raise ArgumentError.of(problem, shown(text), f'text of format "{FORMAT}"') from error
 
 
@@ -53,10 +54,20 @@ def load(text: str, accepted: str | tuple[str, ...], *keys: str) -> dict[str, An
     return content
 
 
+def why_not(error: Exception) -> str:
+    """Return why a text cannot be read, in the words of this library, where the error is one of Python's."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON at line {error.lineno}, column {error.colno}"
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    texts = {UnicodeDecodeError: "it is not UTF-8 text", RecursionError: "it is nested too deeply"}
+    return texts.get(type(error), str(error))
+
+
 def check_type(kind: type[T], value: object) -> T:
     """Return a value of a JSON text. TypeError: it does not have exactly this type; a bool is not an int."""
     if type(value) is not kind:
-        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+        raise TypeError(f"{json.dumps(value)[:80]} is not {_KINDS[kind]}")
     return value
 
 

@@ -51,7 +51,7 @@ class TableOptions(NamedTuple):
         """Return the kind of PCIe links, and the assumption if it was not given."""
         if self.pcie is None:
             name = f"pcie{3 if gpu is None else gpu.pcie}"
-            because = "" if gpu is None else f" as on a {gpu.name}"
+            because = "" if gpu is None else f" as on the {gpu.name}"
             return name, [f"PCIe {name[4:]} x16{because}, {_number(kind(name).raw)} GB/s for each GPU; --pcie sets it"]
         name = str(self.pcie).removeprefix("pcie")
         if name not in ("3", "4", "5", "6") or isinstance(self.pcie, bool):
@@ -119,7 +119,7 @@ def read_nvidia_smi(
     each = Fraction(25) if gpu is None and speed is None else Fraction(0)
     assumed = [f"{largest} NVLinks of {each} GB/s each {where}; --gpu sets it"] if fast and each else []
     if gpu is not None and gpu.links and len(gpus) > 1 and not fast:
-        assumed = [f"no NVLinks, as in the table; a {gpu.name} can have {gpu.links}"]
+        assumed = [f"no NVLinks, as in the table; the {gpu.name} can have {gpu.links}"]
     others = [name for name in table.names if name not in gpus]
     return table_wiring(devices, fast, _near(table, gpus + others), others, options, gpu, assumed)
 

@@ -32,11 +32,12 @@ _CODES: Final = re.compile(rf"(?:{_CODE.pattern})+")
 _ROW: Final = re.compile(
     rf"((?:{_JOINED.pattern})(?=\s*(?:{_CODE.pattern}))|(?!NV[0-9]){_NAME.pattern}(?=\s+(?:{_CODE.pattern})))"
 )
-# What launchers and logs write at the start of a line of a table: "host1: ", "[1,0]<stdout>:", "[pod/a/b] ", a time, or
-# the number of the line.
+# What launchers and logs write at the start of a line of a table: "host1: ", "[1,0]<stdout>:", "[pod/a/b] ", a time,
+# "host1 bash[123]: ", "worker-1  | ", or the number of the line.
 _LOG: Final = re.compile(
-    r"(?:\[[^][]{1,80}\](?:<std(?:out|err)>:?)?\s*|[\w.-]{1,80}: \s*|[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,+]+Z?\s+"
-    r"|[0-9]{1,6}[:\s]\s*){1,4}"
+    r"(?:\[[^][]{1,80}\](?:<std(?:out|err)>:?)?\s*|(?:[\w.-]{1,80} )?[\w.-]{1,80}(?:\[[0-9]{1,9}\])?: \s*"
+    r"|[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.,+-]+Z?\s+|[A-Z][a-z]{2} [ 0-9][0-9] [0-9:]{8} |[0-9]{1,6}[:\s]\s*"
+    r"|(?!GPU[0-9])[\w.-]{1,80}\s{3,}){1,4}"
     rf"(?=GPU[0-9]|[A-Za-z][\w-]*\s+(?:{_CODE.pattern})\b)"
 )
 _ONLY_PCIE: Final = re.compile(r"topo\s+(?:-mp|--matrix_pci)\b")
@@ -82,7 +83,7 @@ def read_table(text: str) -> Table:
             problem = "nvidia-smi topo -p2p states which GPUs can access each other, not how they are joined."
             raise ArgumentError.of(problem, f"line {min(headers) + 1}: {lines[min(headers)][:160]}", _SHOW)
         for k, line in enumerate(lines):
-            if re.search(rf"(?<!\w)GPU0\W+(?:GPU1|{_CODE.pattern})(?!\w)", line):
+            if re.search(rf"(?<!\w)GPU ?0\W+(?:GPU ?1|{_CODE.pattern})(?!\w)", line):
                 problem = "this line is not the header of a table: GPU0, the other GPUs, cards, and then CPU Affinity."
                 _refuse(k, lines, problem)
         raise ArgumentError.of("this text does not contain a table of GPUs.", shown(text), _SHOW)
@@ -110,7 +111,7 @@ def read_table(text: str) -> Table:
 
 def clean_lines(text: str) -> list[str]:
     """Return the lines of a text without colours, and without the marks of Markdown, mail, diffs and comments."""
-    return [_MARKS.sub("", line).replace("|", " ").replace("│", " ").strip(" \t>#+") for line in text.splitlines()]
+    return [re.sub("[|│┃║]", " ", _MARKS.sub("", line)).strip(" \t>#+-•") for line in text.splitlines()]
 
 
 def without_log_prefix(line: str) -> str:
@@ -159,7 +160,7 @@ def _rows(names: list[str], lines: list[str], start: int, end: int) -> dict[str,
     numbers: dict[str, int] = {}
     read: dict[str, list[_Reading]] = {}
     for k in range(start + 1, end):
-        if lines[k].startswith("Legend:"):
+        if "Legend:" in lines[k]:
             break
         match = first.match(lines[k])
         if match is None:
@@ -173,10 +174,9 @@ def _rows(names: list[str], lines: list[str], start: int, end: int) -> dict[str,
             _refuse(k, lines, f"the table has a second row of {name}.")
         found = _readings(rest, len(names))
         if not found:
-            problem = (
-                f"the row of {name} must have X, NV#, PIX, PXB, PHB, NODE or SYS for each of {len(names)} columns."
-            )
-            _refuse(k, lines, problem)
+            column = next(each for count, each in enumerate(names, 1) if not _readings(rest, count))
+            problem = f"the row of {name} must have X, NV#, PIX, PXB, PHB, NODE or SYS for each of {len(names)} columns"
+            _refuse(k, lines, f"{problem}, but has none for {column}.")
         if all(_CODES.match(tail) and not tail.startswith("N/A") for _, tail in found):
             _refuse(k, lines, f"the row of {name} has more entries than the {len(names)} columns of the table.")
         numbers[name], read[name] = k, found

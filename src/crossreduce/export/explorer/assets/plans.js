@@ -53,7 +53,11 @@ class Trees {
       return;
     }
     this.place.replaceChildren(...plan.groups.map((group, k) => {
-      const list = element("ul", {}, ...group.routes.map((route) => element("li", {}, this.button(route))));
+      const folds = new Map(); // routes of one shape are one entry, which unfolds
+      for (const route of group.routes) folds.set(route.fold || route, [...(folds.get(route.fold) || []), route]);
+      const entry = (route) => element("li", {}, this.button(route));
+      const list = element("ul", {}, ...[...folds].map(([fold, routes]) => fold === routes[0] ? entry(fold)
+        : element("li", {}, element("details", {}, element("summary", { textContent: fold }), element("ul", {}, ...routes.map(entry))))));
       const rest = group.count - group.routes.length;
       if (rest) list.append(element("li", { className: "note", textContent: `and ${rest} more` }));
       const share = group.share === "1" ? "the whole buffer" : `${group.share} of the buffer`;

@@ -14,6 +14,7 @@ import re
 from typing import Final, NamedTuple
 
 from ....errors import ScheduleError, shown
+from ....topology.formats.json_format import why_not
 from ..proof import BUFFERS, cut, quoted_name
 from .json_fields import LARGEST, Fields
 
@@ -154,7 +155,9 @@ def read_mscclpp_json(text: str) -> MscclppPlan:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ScheduleError.of(f"this is not JSON: {error}.", shown(text), "an MSCCL++ plan") from error
+        raise ScheduleError.of(
+            f"this is not an MSCCL++ plan: {why_not(error)}.", shown(text), "an MSCCL++ plan"
+        ) from error
     top = Fields(content, "plan")
     name = top.text("name")
     top.at = f"plan {quoted_name(name)}"
