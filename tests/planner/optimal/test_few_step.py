@@ -84,7 +84,7 @@ def test_the_program_over_all_trees(topology, steps, kind, many):
     assert solved.fun * (1 - 1e-6) <= found.time <= solved.fun * (1 + GAP) * LOSS
 
 
-# Arguments of ``TreeSearch``: three devices in a line, trees of two steps out of all of them, links that differ by step.
+# Arguments of ``TreeSearch``: three devices in a line, and trees of two steps out of all of them.
 LINE = [((0, 1), (0,)), ((1, 0), (1,)), ((1, 2), (2,)), ((2, 1), (3,))]
 SEARCH = {
     "n": 3, "links": 4, "routes": LINE, "roots": [0, 1, 2], "back": [], "steps": 2, "many": False, "paired": False,
@@ -110,16 +110,18 @@ def test_the_cheapest_trees_of_a_line():
 @pytest.mark.parametrize("n", [4, 12])
 @pytest.mark.parametrize("seed", range(8))
 def test_trees_reach_all_devices_for_their_price(n, seed):
-    """The edges of a tree form a tree of so many steps, and the sum of their prices is its price. On few devices no tree
-    out of the root is cheaper, also if only this root is searched."""
+    """The edges form a tree of so many steps, and the sum of their prices is its price. On few devices no tree out of the
+    root is cheaper, also if only this root is searched."""
     rng = np.random.default_rng(seed)
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b and (b == (a + 1) % n or rng.random() < 0.5)]
     steps = 3 if n == 4 else n
     prices = rng.integers(1, 9, (steps, len(pairs))).astype(float)
     routes = [(pair, (k,)) for k, pair in enumerate(pairs)]
     arguments = SEARCH | {"n": n, "links": len(pairs), "routes": routes, "steps": steps}
-    found = native().TreeSearch(*(arguments | {"roots": list(range(n))}).values()).cheapest(
-        prices.ravel().tolist(), [math.inf] * n
+    found = (
+        native()
+        .TreeSearch(*(arguments | {"roots": list(range(n))}).values())
+        .cheapest(prices.ravel().tolist(), [math.inf] * n)
     )
     for root, (price, _, edges, load) in enumerate(found):
         reached = {root: -1}
@@ -136,8 +138,10 @@ def test_trees_reach_all_devices_for_their_price(n, seed):
                 sum(prices[step, pairs.index((u, v))] for v, (step, u) in tree.items())
                 for tree in timed_trees(pairs, n, root, steps)
             )
-            ((alone, *_),) = native().TreeSearch(*(arguments | {"roots": [root]}).values()).cheapest(
-                prices.ravel().tolist(), ANY[:1]
+            ((alone, *_),) = (
+                native()
+                .TreeSearch(*(arguments | {"roots": [root]}).values())
+                .cheapest(prices.ravel().tolist(), ANY[:1])
             )
             assert price == alone == least
 
@@ -145,8 +149,8 @@ def test_trees_reach_all_devices_for_their_price(n, seed):
 @pytest.mark.parametrize(
     "change",
     [
-        {"n": 0}, {"n": 2}, {"n": 1 << 30}, {"links": 0}, {"links": 3}, {"links": 1 << 30}, {"steps": 0}, {"steps": 257},
-        {"routes": [((0, 3), (0,))]}, {"routes": [((-1, 1), (0,))]}, {"routes": [((0, 1), (4,))]},
+        {"n": 0}, {"n": 2}, {"n": 1 << 30}, {"links": 0}, {"links": 3}, {"links": 1 << 30}, {"steps": 0},
+        {"steps": 257}, {"routes": [((0, 3), (0,))]}, {"routes": [((-1, 1), (0,))]}, {"routes": [((0, 1), (4,))]},
         {"routes": [((0, 1), (-1,))]}, {"routes": [((0, 1), (1 << 40,))]}, {"roots": [3]}, {"roots": [-1]},
         {"back": [1, 0]}, {"back": [1, 0, 3, -1]}, {"back": [1, 0, 3, 4]},
     ],

@@ -97,7 +97,7 @@ def share_among_trees(
     (30.0, [1, 1, 1], 3)
     """
     first = _begun(topology, roots, steps, many, paired)
-    return first and _Search(topology, roots, steps, many, paired).shares(first)
+    return None if first is None else _Search(topology, roots, steps, many, paired).shares(first)
 
 
 def expected_time(
@@ -112,7 +112,9 @@ def expected_time(
         shares = share_among_trees(topology, roots, steps, many=many, paired=paired)
         return shares and shares.time
     first = _begun(topology, roots, steps, many, paired)
-    return first and first.solution and first.solution[0] / first.scale * REFINED
+    if first is None or first.solution is None:
+        return None
+    return first.solution[0] / first.scale * REFINED
 
 
 def least_time(topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False) -> float:
@@ -228,7 +230,9 @@ class _Search:
         ``paid`` is the price of a column by group: only cheaper columns are added. Return ``None`` if no root reaches
         all devices, or if a root with a fixed part of the buffer does not.
         """
-        most = [math.inf if paid is None else paid[min(k, self.groups - 1)] * (1 - 1e-7) for k in range(len(self.roots))]
+        most = [
+            math.inf if paid is None else paid[min(k, self.groups - 1)] * (1 - 1e-7) for k in range(len(self.roots))
+        ]
         found = self.trees.cheapest(prices.ravel().tolist(), most)
         columns = list[Column]()
         for root, (_, into, out, load) in zip(self.roots, found, strict=True):
