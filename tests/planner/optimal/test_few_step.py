@@ -110,8 +110,10 @@ def test_the_cheapest_trees_of_a_line():
 @pytest.mark.parametrize("n", [4, 12])
 @pytest.mark.parametrize("seed", range(8))
 def test_trees_reach_all_devices_for_their_price(n, seed):
-    """The edges form a tree of so many steps, and the sum of their prices is its price. On few devices no tree out of the
-    root is cheaper, also if only this root is searched."""
+    """The edges form a tree of so many steps, and the sum of their prices is its price.
+
+    On few devices no tree out of the root is cheaper, also if only this root is searched.
+    """
     rng = np.random.default_rng(seed)
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b and (b == (a + 1) % n or rng.random() < 0.5)]
     steps = 3 if n == 4 else n

@@ -71,7 +71,7 @@ def test_invalid_pieces_and_queues(pieces, queues):
 @examples(80)
 @given(st.data(), algorithms, requests(st.integers(1, 6), most_packs=3), st.integers(1, 9) | st.sampled_from([40, 300]))
 def test_clocks_agree(data, algorithm, ask, pieces):
-    """The compiled clock, that in NumPy and the ends of all reads give the same time. The lower bound is not above it."""
+    """The compiled clock, that in NumPy and the ends of all reads give the same time. The lower bound is not above."""
     topology = data.draw(wired(ask.devices))
     schedule = plan(algorithm, ask)
     costs = cr.Costs(operation_s=data.draw(st.sampled_from([0, 1e-9, 2e-6, 1e-3])))
