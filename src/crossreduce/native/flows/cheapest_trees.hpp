@@ -170,6 +170,16 @@ class CheapestTrees {
         return tree;
     }
 
+    // Return the sum of numbers by eight partial sums, which are added in pairs (the order determines rounding errors).
+    static double sum_of(const std::vector<double> &numbers) {
+        const size_t whole = numbers.size() / 8 * 8;
+        double sums[8] = {}, sum = 0;
+        for (size_t k = 0; k < whole; k++) sums[k % 8] += numbers[k];
+        if (whole) sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+        for (size_t k = whole; k < numbers.size(); k++) sum += numbers[k];
+        return sum;
+    }
+
     // Return a tree that reaches each device in the earliest step, over its cheapest hop then.
     Tree grow_early(int root, int start) const {
         std::vector<char> reached(static_cast<size_t>(n), 0);
@@ -178,19 +188,19 @@ class CheapestTrees {
         int left = n - 1;
         for (size_t s = static_cast<size_t>(start); s < prices.size(); s++) {
             const std::vector<char> before = reached;
-            double paid = 0;
+            std::vector<double> paid;
             for (int v = 0; v < n; v++) {
                 if (before[static_cast<size_t>(v)]) continue;
                 int best = -1;
                 for (int u = 0; u < n; u++)
                     if (before[static_cast<size_t>(u)] && (best < 0 || cost(s, u, v) < cost(s, best, v))) best = u;
                 if (cost(s, best, v) == NO_TREE) continue;
-                paid += cost(s, best, v);
+                paid.push_back(cost(s, best, v));
                 tree.second.push_back({static_cast<int>(s), best, v});
                 reached[static_cast<size_t>(v)] = 1;
                 left--;
             }
-            tree.first += paid;
+            tree.first += sum_of(paid);
         }
         return left ? Tree{NO_TREE, {}} : tree;
     }
