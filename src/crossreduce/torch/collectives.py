@@ -269,8 +269,13 @@ class Collectives(InnerGloo):
                 movable(result.detach()).copy_(part.reshape(result.shape))
         copy_back_all(outputs, written)
 
-    def all_to_all_single(self, output: Any, tensor: Any, received: Sequence[int], sent: Sequence[int]) -> None:
-        """``received`` and ``sent``: the numbers of rows from and to each rank. If empty, all are equal."""
+    def all_to_all_single(
+        self, output: Any, tensor: Any, received: Sequence[int], sent: Sequence[int], differs: Any = None
+    ) -> None:
+        """``received`` and ``sent``: the numbers of rows from and to each rank. If empty, all are equal.
+
+        ``differs``: the error of this call if it has already been tried with equal parts.
+        """
         self._checks.require_dense("all_to_all", tensor, output)
         fits = self._are_splits(tensor, sent) and self._are_splits(output, received) and output.dtype == tensor.dtype
         fits = fits and tensor.shape[1:].numel() == output.shape[1:].numel() and output.is_cpu
@@ -284,19 +289,22 @@ class Collectives(InnerGloo):
         source, written = readable(tensor), writable(output)
         if not apart:
             (source,) = copy_overlapping([source], [written])
-        if len({*sent, *received}) > 1 or not self._exchange_equal([source], [written], tensor):
+        if len({*sent, *received}) > 1 or not self._exchange_equal([source], [written], tensor, differs):
             self._exchange_unequal(written, source, received, sent, tensor, "rows")
         copy_back(output, written)
 
-    def _exchange_equal(self, sources: Sequence[Any], written: Sequence[Any], tensor: Any) -> bool:
+    def _exchange_equal(self, sources: Sequence[Any], written: Sequence[Any], tensor: Any, differs: Any = None) -> bool:
         """Execute an all-to-all if all parts of all ranks have the same size, and return whether that is so.
 
         A rank with equal parts assumes that the others have them, too. If not, all ranks notice that the calls differ.
         ``sources``, ``written``: the parts, or one tensor that consists of them. ``tensor``: its dtype is that of all.
+        ``differs``: the error of this call if it has already been tried.
         """
         x, out = sources[0], written[0]
         single = len(sources) == 1
         try:
+            if differs is not None:
+                raise differs
             if single and self._calls.run(self._communicator, "all_to_all", None, 0, x, out) is out:
                 return True
             self._checks.agree_on_bytes("all_to_all", tensor)

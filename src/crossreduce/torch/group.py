@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from _crossreduce_torch import VARIABLE, InPlaceOfGloo
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, MismatchError, UnsupportedError
 from ..frameworks.torch.arrays import increment_versions, is_traced
 from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
@@ -93,6 +93,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._messages, self._options = Messages(self.communicator), options
         self._collectives = Collectives(self.communicator, store, self.exact, self._messages)
         self._numbers, self._number = itertools.count(1), 0  # of next and latest call, without those of ``_prepared``
+        self._continued = 0  # calls that began in ``_prepared`` and then ran in Python
         back = f"or gloo: unset {VARIABLE}" if isinstance(options, InPlaceOfGloo) else ""
         self.queue = OpQueue(name, inline=True, communicator=self.communicator, alternative=back)
         self._prepared = prepared_calls(self._collectives.calls, self.queue, self._settings, timeout, self.exact)
@@ -113,7 +114,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives and messages that this rank has started in this group."""
-        return self._number + int(self._prepared.begun())
+        return self._number + int(self._prepared.begun()) - self._continued
 
     def shutdown(self) -> None:
         """Wait for pending ops, end the group, and release its thread, memory and descriptors."""
@@ -180,6 +181,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("reduce_scatter", (outputs, inputs, opts), outputs, function)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        if (work := self._prepared.reduce_scatter_single(output, tensor, opts)) is not None:
+            return work
         outputs, opts = read_options(output, opts, c10d.ReduceScatterOptions)
         function = partial(self._collectives.reduce_scatter_single, output, tensor, opts.reduceOp)
         return self._run("_reduce_scatter_base", (output, tensor, opts), outputs, function)
@@ -200,6 +203,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # ---- moves ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, root: int = 0) -> Any:
+        if (work := self._prepared.broadcast(tensors, opts)) is not None:
+            return work
         tensors, opts = read_options(tensors, opts, c10d.BroadcastOptions, timeout, root=root)
         function = partial(self._collectives.run_one, self._collectives.broadcast, [opts.rootRank], tensors)
         return self._run("broadcast", (tensors, opts), tensors, function, writes=opts.rootRank != self.rank())
@@ -219,6 +224,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("allgather_coalesced", (outputs, inputs, opts), inputs, function, tensors_in(outputs))
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        if (work := self._prepared.all_gather_single(output, tensor, opts)) is not None:
+            return work
         inputs, opts = read_options(tensor, opts, c10d.AllgatherOptions)
         function = partial(self._collectives.all_gather_single, output, tensor)
         return self._run("_allgather_base", (output, tensor, opts), inputs, function, [output])
@@ -249,8 +256,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._run("alltoall", (outputs, inputs, opts), inputs, function, outputs)
 
     def all_to_all_single(self, output: Any, tensor: Any, received: Any = (), sent: Any = (), opts: Any = None) -> Any:
+        differs = None
+        if not received and not sent:
+            try:
+                if (work := self._prepared.all_to_all_single(output, tensor, opts)) is not None:
+                    return work
+            except MismatchError as error:  # other ranks may have unequal parts
+                differs = error.with_traceback(None)
+                self._continued += 1
         inputs, opts = read_options(tensor, opts, c10d.AllToAllOptions)
-        function = partial(self._collectives.all_to_all_single, output, tensor, received, sent)
+        function = partial(self._collectives.all_to_all_single, output, tensor, received, sent, differs)
         return self._run("alltoall_base", (output, tensor, received, sent, opts), inputs, function, [output])
 
     def monitored_barrier(self, timeout: timedelta | None = None, **_: Any) -> None:

@@ -137,36 +137,61 @@ def prepared_calls(calls: RankCalls, queue: OpQueue, settings: Any, timeout: tim
     ``settings``: torch keeps the group's timeout there. ``timeout``: that of the communicator.
     """
     timeout_ms = -1 if timeout % _MILLISECOND else timeout // _MILLISECOND
-    name = call_name("all_reduce", exact)
-    return new_torch_calls(
-        calls, queue.communicator, queue, settings, name, NUMBERED_OPS, is_profiled, Finished, timeout_ms
-    )
+    names = call_name("all_reduce", exact), "broadcast", "all_gather", call_name("reduce_scatter", exact), "all_to_all"
+    ranks = queue.communicator
+    facts = names, NUMBERED_OPS, is_profiled, Finished, timeout_ms, ranks.rank if ranks else 0
+    return new_torch_calls(calls, ranks, queue, settings, *facts)
 
 
-def option_probes() -> tuple[Any, ...]:
+def option_probes() -> tuple[Any, Any]:
     """Return objects that show the layout of torch's options in memory: the arguments of ``use_torch_options``.
 
     Compiled code reads the options of a call, and the timeout of a group, where these numbers are in
     the memory of these objects. If torch cannot make them in this way, no number is known.
     """
-    found: tuple[list[tuple[Any, int]], ...] = [], [], [], []
     try:
         if [int(op) for op, _ in NUMBERED_OPS] != [*range(len(NUMBERED_OPS))]:  # their numbers are not their places
-            return c10d.AllreduceOptions, *found
-        for k, (op, _) in enumerate(NUMBERED_OPS[:8]):  # torch makes the later ones in other ways
-            options: Any = c10d.AllreduceOptions()
+            return [], []
+        timeouts = []
+        for k in range(8):
             settings = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options.reduceOp, options.asyncOp, limit_ms = op, k % 3 == 0, 7**k - 2
-            options.timeout = settings._timeout = timedelta(milliseconds=limit_ms)
-            if {type(type(options)).__name__, type(type(settings)).__name__} != {"pybind11_type"}:
-                break
-            found[0].append((options, int(options.reduceOp.op)))
-            found[1].append((options, int(options.asyncOp)))
-            found[2].append((options, limit_ms))
-            found[3].append((settings, limit_ms))
+            settings._timeout = timedelta(milliseconds=7**k - 2)
+            timeouts.append((settings, 7**k - 2))
+        return _of_known_objects(timeouts), [_kind(*each) for each in _KINDS]
     except Exception:  # noqa: BLE001 - another version of torch may raise any class
-        return c10d.AllreduceOptions, [], [], [], []
-    return c10d.AllreduceOptions, *found
+        return [], []
+
+
+# Of each collective that compiled code knows: the class of its options, the fewest bytes of such an object, and the
+# number that it has besides ``asyncOp`` and ``timeout``. The order is that of ``torch_calls.cpp``.
+_KINDS: Final = (
+    (c10d.AllreduceOptions, 64, "reduceOp"),
+    (c10d.BroadcastOptions, 32, "rootRank"),
+    (c10d.AllgatherOptions, 16, ""),
+    (c10d.ReduceScatterOptions, 48, "reduceOp"),
+    (c10d.AllToAllOptions, 16, ""),
+)
+
+
+def _kind(kind: Any, least_nbytes: int, number: str) -> tuple[Any, ...]:
+    """Return what ``use_torch_options`` takes for one collective."""
+    found: dict[str, list[tuple[Any, int]]] = {name: [] for name in ("asyncOp", "timeout", number)}
+    for k, (op, _) in enumerate(NUMBERED_OPS[:8]):  # torch makes the later ones in other ways
+        options: Any = kind()
+        options.asyncOp, options.timeout = k % 3 == 0, timedelta(milliseconds=7**k - 2)
+        found["asyncOp"].append((options, int(k % 3 == 0)))
+        found["timeout"].append((options, 7**k - 2))
+        if number:
+            setattr(options, number, op if number == "reduceOp" else k + 3)
+            found[number].append((options, int(options.reduceOp.op) if number == "reduceOp" else k + 3))
+    probes = (_of_known_objects(found.get(name)) for name in ("reduceOp", "asyncOp", "timeout", "rootRank"))
+    return kind, least_nbytes, *probes
+
+
+def _of_known_objects(probes: Any) -> Any:
+    """Return ``probes``, or none of them if their objects were not made by pybind11."""
+    known = all(type(type(each)).__name__ == "pybind11_type" for each, _ in probes or ())
+    return probes if known else []
 
 
 read_torch_options(option_probes)

@@ -1,4 +1,4 @@
-"""All-reduces of a group of torch that were prepared run without Python, unless they need a part of it."""
+"""Collectives of a group of torch that were prepared run without Python, unless they need a part of it."""
 
 from datetime import timedelta
 
@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
+from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crossreduce import ArgumentError, ContextError, ReduceOp
 from crossreduce.engines.host.prepared import compiled_module
 from crossreduce.torch.options import option_probes
 
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names before torch 2.13
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 LIMIT, OTHER = timedelta(seconds=50), timedelta(seconds=40)
 
 
@@ -31,6 +34,28 @@ def options_of(timeout=None, asynchronous=False):
     return options
 
 
+def others(group, x):
+    """Return calls of the other collectives, which take a function that makes their options."""
+    small, large = torch.ones(4), torch.ones(8)
+    return {
+        "broadcast": lambda o: group.broadcast([x], o(c10d.BroadcastOptions)).wait(),
+        "all_gather": lambda o: group.all_gather_single(large, small, o(c10d.AllgatherOptions)).wait(),
+        "reduce_scatter": lambda o: group.reduce_scatter_single(small, large, o(c10d.ReduceScatterOptions)).wait(),
+        "all_to_all": lambda o: group.all_to_all_single(large, x, (), (), o(c10d.AllToAllOptions)).wait(),
+    }
+
+
+def with_options(call, **values):
+    def made(kind):
+        options = kind()
+        options.asyncOp = False
+        for name, value in values.items():
+            setattr(options, name, value)
+        return options
+
+    return lambda: call(made)
+
+
 def in_mode(call):
     with FakeTensorMode(allow_non_fake_inputs=True):
         call()
@@ -46,7 +71,21 @@ def ways_of(group):
     x, columns, weights = torch.ones(2, 4), torch.ones(4, 2).T, torch.nn.Parameter(torch.ones(2, 4))
     with torch.inference_mode():
         inferred = torch.ones(2, 4)
-    return {
+    eight, four = torch.ones(8), torch.ones(4)
+    further = {}
+    for name, call in others(group, eight).items():
+        further[name] = True, with_options(call)
+        further[f"{name}, timeout of the group"] = True, with_options(call, timeout=LIMIT)
+        further[f"{name}, other timeout"] = False, with_options(call, timeout=OTHER)
+        further[f"{name}, asynchronous"] = False, with_options(call, asyncOp=True)
+        further[f"{name}, profiler"] = False, lambda call=call: profiled(with_options(call))
+    return further | {
+        "broadcast from rank 1": (True, lambda: dist.broadcast(x, 1)),
+        "all_gather of torch": (True, lambda: ALL_GATHER(eight, four)),
+        "reduce_scatter of torch": (True, lambda: REDUCE_SCATTER(four, eight, dist.ReduceOp.AVG)),
+        "all_to_all of torch": (True, lambda: dist.all_to_all_single(torch.empty(8), eight)),
+        "all_to_all with splits": (False, lambda: dist.all_to_all_single(torch.empty(8), eight, [4, 4], [4, 4])),
+        "all_gather of columns": (False, lambda: ALL_GATHER(eight, torch.ones(2, 2).T)),
         "torch.distributed": (True, lambda: dist.all_reduce(x)),
         "directly": (True, lambda: group.all_reduce(x)),
         "name": (True, lambda: group.all_reduce(x, "max")),
@@ -98,10 +137,73 @@ def test_which_calls_run_without_python(tmp_path):
     assert ranks(2, without_python, tmp_path / "store") == [expected] * 2
 
 
+def repeated(group, given, out, part):
+    """Call each of the other collectives, and return their results, torch's counts of writes, and how many calls began
+    without Python."""
+    calls = {
+        "broadcast": (out, lambda: dist.broadcast(out.copy_(given), 1)),
+        "all_gather": (out, lambda: ALL_GATHER(out, given[:2].clone())),
+        "reduce_scatter": (part, lambda: REDUCE_SCATTER(part, given, dist.ReduceOp.MAX)),
+        "all_to_all": (out, lambda: dist.all_to_all_single(out, given)),
+    }
+    found = {}
+    for name, (result, call) in calls.items():
+        before, begun = result._version, group._prepared.begun()
+        call()
+        found[name] = result.tolist(), result._version - before, group._prepared.begun() - begun
+    return found
+
+
+def results_of(rendezvous, store):
+    group, rank = group_of(rendezvous, store), rendezvous.rank
+    out, part = torch.zeros(6), torch.zeros(2)
+    found = [repeated(group, torch.arange(6.0) + 10 * rank + step, out, part) for step in range(3)]
+    options = c10d.AllgatherOptions()
+    options.asyncOp = False
+    assert group.all_gather_single(out, torch.zeros(2), options).result()[0] is out
+    dist.destroy_process_group()
+    return found
+
+
+def test_results_and_versions_of_repeated_calls(tmp_path):
+    """Collectives that run without Python give the values of the first call, and autograd sees each write."""
+    all_ranks = range(3)
+    for rank, steps in enumerate(ranks(3, results_of, tmp_path / "store")):
+        for step, found in enumerate(steps):
+            begun = int(step > 0)
+            assert found == {
+                "broadcast": ([10.0 + step + k for k in range(6)], 1 + (rank != 1), begun),  # 1 of ``copy_``
+                "all_gather": ([10.0 * other + step + k for other in all_ranks for k in range(2)], 1, begun),
+                "reduce_scatter": ([20.0 + step + 2 * rank + k for k in range(2)], 1, begun),
+                "all_to_all": ([10.0 * other + step + 2 * rank + k for other in all_ranks for k in range(2)], 1, begun),
+            }
+
+
+def unequal_parts(rendezvous, store):
+    """Rank 1 later has parts of other sizes, and says so; the others have equal ones, as before."""
+    group, found = group_of(rendezvous, store), []
+    for sizes in ((2, 2), (2, 2), (2, 5), (2, 2)):
+        own = list(sizes) if rendezvous.rank == 1 else [2, 2]
+        given, out = torch.arange(float(sum(own))) + 100 * rendezvous.rank, torch.zeros(sum(own))
+        before = group._get_sequence_number_for_group()
+        dist.all_to_all_single(out, given, *([own, own] if own != [2, 2] else []))
+        found.append((out.tolist(), group._get_sequence_number_for_group() - before))
+    dist.destroy_process_group()
+    return found
+
+
+def test_an_all_to_all_with_unequal_parts_on_one_rank(tmp_path):
+    """A rank with equal parts begins a prepared call, learns that another one's are unequal, and exchanges them."""
+    for rank, found in enumerate(ranks(2, unequal_parts, tmp_path / "store")):
+        rows = [0.0, 1.0, 100.0, 101.0] if rank == 0 else [2.0, 3.0, 102.0, 103.0]
+        unequal = rows if rank == 0 else [2.0, 3.0, *(102.0 + k for k in range(5))]
+        assert found == [(rows, 1), (rows, 1), (unequal, 1), (rows, 1)]
+
+
 def unknown_layout(rendezvous, store):
     """Rank 1 does not know where the options of calls are in memory."""
     if rendezvous.rank == 1:
-        assert not compiled_module().use_torch_options(dist.AllreduceOptions, [], [], [], [])
+        assert not compiled_module().use_torch_options([], [])
     group, x = group_of(rendezvous, store), torch.ones(3)
     for _ in range(3):
         dist.all_reduce(x)
@@ -119,13 +221,22 @@ def test_options_are_read_by_torch_if_their_layout_is_unknown(tmp_path):
 
 def test_an_unexpected_layout_of_options_is_noticed():
     """The layout is unknown if one number is not where the others are, or could be in several places."""
-    use, (options, *facts) = compiled_module().use_torch_options, option_probes()
+    use, (timeouts, kinds) = compiled_module().use_torch_options, option_probes()
+
+    def broken(probes):
+        assert len(probes) == 8
+        for number, (made, value) in enumerate(probes):
+            yield [*probes[:number], (made, value + 1), *probes[number + 1 :]]
+        yield []
+
     try:
-        for k, probes in enumerate(facts):
-            assert len(probes) == 8
-            for number, (made, value) in enumerate(probes):
-                other = [*probes[:number], (made, value + 1), *probes[number + 1 :]]
-                assert not use(options, *facts[:k], other, *facts[k + 1 :]), (k, number)
-            assert not use(options, *facts[:k], probes[:0], *facts[k + 1 :])
+        assert len(kinds) == 5
+        assert all(not use(other, kinds) for other in broken(timeouts))
+        assert not use(timeouts, kinds[:4])
+        for k, kind in enumerate(kinds):
+            for place, probes in enumerate(kind[2:], 2):
+                for other in broken(probes) if probes is not None else ():
+                    changed = [*kinds[:k], (*kind[:place], other, *kind[place + 1 :]), *kinds[k + 1 :]]
+                    assert not use(timeouts, changed), (k, place)
     finally:
-        assert use(options, *facts)
+        assert use(timeouts, kinds)

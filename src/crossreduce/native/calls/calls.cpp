@@ -364,8 +364,9 @@ PyMethodDef functions[] = {
      "use_torch_layout(plain, special): read tensors without torch's functions if facts about plain tensors are where they "
      "are expected, and none of the special ones can be read in this way. Return whether this is so."},
     {"use_torch_options", use_torch_options, METH_VARARGS,
-     "use_torch_options(options, ops, is_async, limits, timeouts): read objects of the class `options`, and a group's "
-     "settings, if tuples of an object and a number show where their numbers are. Return whether they do."},
+     "use_torch_options(timeouts, kinds): read a group's settings and the options of calls where tuples of an object and a "
+     "number show that their numbers are. `kinds`: for each collective (class, least bytes, ops, is_async, limits, roots), "
+     "each None if the class has no such number. Return whether all places are known."},
     {"use_torch_devices", use_torch_devices, METH_VARARGS,
      "use_torch_devices(is_filled, block, reinterpret, scratch, alignment): set how memory on CUDA devices is allocated."},
     {"use_device_type", use_device_type, METH_O,

@@ -136,6 +136,6 @@ int add_rank_calls(PyObject *module);
 int add_torch_calls(PyObject *module);
 PyObject *use_torch_options(PyObject *, PyObject *args);
 
-// Do what RankCalls.run does for its six arguments. `begun`: if not null, count the call there when it begins, and tell the
-// framework that the last one, the result, is written.
-PyObject *run_rank_call(PyObject *rank_calls, PyObject *const *arguments, int64_t *begun);
+// Do what RankCalls.run does for its six arguments. `begun`: if not null, count the call there when it begins. `written`: tell
+// the framework then that the last argument, the result, is written.
+PyObject *run_rank_call(PyObject *rank_calls, PyObject *const *arguments, int64_t *begun, bool written);

@@ -77,7 +77,7 @@ class SavedError {
 
 } // namespace
 
-PyObject *run_rank_call(PyObject *object, PyObject *const *arguments, int64_t *begun) {
+PyObject *run_rank_call(PyObject *object, PyObject *const *arguments, int64_t *begun, bool written) {
     auto &self = *reinterpret_cast<RankCallsObject *>(object);
     PyObject *communicator = arguments[0], *x = arguments[4], *out = arguments[5];
     const ArrayAccess *access = access_of(x);
@@ -124,10 +124,8 @@ PyObject *run_rank_call(PyObject *object, PyObject *const *arguments, int64_t *b
             buffers.push_back(place.base == BufferPlace::in_memory ? reinterpret_cast<char *>(place.offset)
                                                                    : bases[place.base] + place.offset);
         kernel_api->set_caller(self.memory, true); // a signal handler may use the group
-        if (begun != nullptr) {
-            ++*begun;
-            if (!access->mark_written({out})) return nullptr;
-        }
+        if (begun != nullptr) ++*begun;
+        if (written && !access->mark_written({out})) return nullptr;
         const int outcome = kernel_api->begin(self.memory, call->program, buffers, call->text, self.slice_s);
         if (outcome != 0) {
             Ref done(PyObject_CallMethod(communicator, "resume", "Oi", call->executable, outcome));
@@ -154,7 +152,7 @@ namespace {
 
 PyObject *run(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (count != 6) return PyErr_Format(PyExc_TypeError, "6 arguments expected, %zd given", count);
-    return run_rank_call(object, arguments, nullptr);
+    return run_rank_call(object, arguments, nullptr, false);
 }
 
 bool read_buffer(PyObject *fields, RankCall &call) {
