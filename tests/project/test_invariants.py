@@ -94,9 +94,9 @@ HARMLESS = {
 # Pure code that computes with arrays, and solves linear programs or least-squares problems.
 LP = "planning.optimal.few_step.tree_program"
 WITH_SCIPY = ("planning.optimal.bounds.solver", "planning.optimal.bounds.steiner", "planning.calibration", LP)
-FEW_STEP = ("planning.optimal.few_step.shallow_trees", "planning.optimal.few_step.switch_routes")
+FEW_STEP = "planning.optimal.few_step.switch_routes"
 ROUNDS = "planning.between_hosts.list_scheduler"
-WITH_NUMPY = (*WITH_SCIPY, *FEW_STEP, ROUNDS, "topology.automorphisms", "schedule.link_use", "schedule.clock")
+WITH_NUMPY = (*WITH_SCIPY, FEW_STEP, ROUNDS, "topology.automorphisms", "schedule.link_use", "schedule.clock")
 # Further modules that single files of pure code need, each for one reason.
 NEEDED = {module: {"numpy"} | ({"scipy"} if module in WITH_SCIPY else set()) for module in WITH_NUMPY} | {
     "topology.routes": {"threading"},  # a lock: threads may search routes of one topology at the same time

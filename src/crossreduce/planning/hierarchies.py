@@ -28,6 +28,7 @@ class _Edge(NamedTuple):
     """The routes from one member to another and back."""
 
     links: tuple[tuple[str, str], ...]  # of both routes
+    speed: int  # of the slowest of them, as in ``Topology.speeds``
     there: tuple[int, ...]  # the numbers of the nodes that the route passes
     back: tuple[int, ...]
 
@@ -116,7 +117,8 @@ def _edges(topology: Topology, members: tuple[str, ...], number: dict[str, int])
             there, back = routes.get((a, b)), routes.get((b, a))
             if there is not None and back is not None:
                 between = [tuple(number[node] for node in route[1:-1]) for route in (there, back)]
-                edges_of_a[k] = _Edge((*pairwise(there), *pairwise(back)), *between)
+                links = *pairwise(there), *pairwise(back)
+                edges_of_a[k] = _Edge(links, min([topology.speeds[pair] for pair in links]), *between)
         edges.append(edges_of_a)
     return edges
 
@@ -135,8 +137,10 @@ def _spanning_tree(
     depth = {start: 0}
 
     def key(a: int, b: int) -> tuple[int, int]:  # the best edge has the least key
-        links = edges[a][b].links
-        speed = min(speeds[pair] * scale // (1 + load[pair]) if load_aware else speeds[pair] for pair in links)
+        edge = edges[a][b]
+        speed = edge.speed
+        if load_aware:
+            speed = min([speeds[pair] * scale // (1 + load[pair]) for pair in edge.links])
         return (depth[a], -speed) if kind == "shortest" else (-speed, depth[a])
 
     queue: list[tuple[tuple[int, int], int, int]] = []  # a heap of edges: key, member of the tree, new member

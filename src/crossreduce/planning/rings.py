@@ -36,7 +36,7 @@ def parallel_rings(topology: Topology, request: Request) -> Schedule:
         chunks += [Chunk(share / len(orders), sources, destinations) for share, _, _ in ring.chunks]
         rounds += [[] for _ in ring.rounds[len(rounds) :]]
         for merged, steps in zip(rounds, ring.rounds, strict=False):
-            merged += [Step(first_chunk + c, position[d], tuple(position[s] for s in srcs)) for c, d, srcs in steps]
+            merged += [Step(first_chunk + c, position[d], tuple([position[s] for s in srcs])) for c, d, srcs in steps]
     return Schedule(request.collective, "ring", devices, tuple(chunks), tuple(map(tuple, rounds)))
 
 

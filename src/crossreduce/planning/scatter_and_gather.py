@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from functools import reduce
-from operator import or_
+from collections.abc import Sequence
 
-from ..schedule import Chunk, GeneratedSchedule, Schedule, Step, live_rounds
+from ..schedule import Chunk, GeneratedSchedule, Route, Schedule, Step
+from ..schedule.schedule import live_steps
 
 
 def reduce_scatter(schedule: Schedule) -> Schedule:
@@ -36,15 +35,10 @@ def _scatter(schedule: Schedule, owners: list[int]) -> Schedule:
     order = sorted(range(count), key=lambda chunk: owners[chunk])
     place = {chunk: k for k, chunk in enumerate(order)}
     everyone = tuple(range(n))
-    scattered = replace(
-        schedule,
-        collective="reduce_scatter",
-        chunks=tuple(Chunk(schedule.chunks[chunk].share, everyone, (owners[chunk],)) for chunk in order),
-        rounds=tuple(tuple(Step(place[chunk], dst, srcs) for chunk, dst, srcs in steps) for steps in schedule.rounds),
-        pieces=1,
-        routes=tuple(route._replace(chunk=place[route.chunk]) for route in schedule.routes),
-    )
-    return _set_rounds(scattered, live_rounds(scattered))
+    chunks = [Chunk(schedule.chunks[chunk].share, everyone, (owners[chunk],)) for chunk in order]
+    rounds = [[Step(place[chunk], dst, srcs) for chunk, dst, srcs in steps] for steps in schedule.rounds]
+    routes = [route._replace(chunk=place[route.chunk]) for route in schedule.routes]
+    return _derived(schedule, "reduce_scatter", chunks, live_steps(chunks, rounds), routes)
 
 
 def _generated_scatter(schedule: GeneratedSchedule) -> GeneratedSchedule | None:
@@ -72,31 +66,39 @@ def all_gather(scattered: Schedule) -> Schedule:
             complete[copy.chunk].add(copy.dst)
         rounds.append(copies)
     everyone = tuple(range(len(scattered.devices)))
-    chunks = tuple(Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks)
+    chunks = [Chunk(chunk.share, chunk.destinations, everyone) for chunk in scattered.chunks]
     routes = [route._replace(src=route.dst, dst=route.src, through=route.through[::-1]) for route in scattered.routes]
-    gathered = replace(scattered, collective="all_gather", chunks=chunks, rounds=(), routes=tuple(routes))
-    return _set_rounds(gathered, rounds)
+    return _derived(scattered, "all_gather", chunks, rounds, routes)
 
 
-def _set_rounds(schedule: Schedule, rounds: list[list[Step]]) -> Schedule:
-    """Return the schedule with these rounds, except empty ones, and only the routes that they use."""
-    assert all(route.round is None for route in schedule.routes), "trees use the same routes in both directions"
-    used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}
-    kept = tuple(route for route in schedule.routes if route[:3] in used)
-    return replace(schedule, rounds=tuple(tuple(steps) for steps in rounds if steps), routes=kept)
+def _derived(
+    schedule: Schedule, collective: str, chunks: Sequence[Chunk], rounds: list[list[Step]], routes: Sequence[Route]
+) -> Schedule:
+    """Return a schedule of another collective. Empty rounds, and routes that no round uses, are left out."""
+    assert all(route.round is None for route in routes), "trees use the same routes in both directions"
+    if routes:
+        used = {(chunk, src, dst) for steps in rounds for chunk, dst, srcs in steps for src in srcs}
+        routes = [route for route in routes if route[:3] in used]
+    listed = tuple(tuple(steps) for steps in rounds if steps)
+    return Schedule(collective, schedule.algorithm, schedule.devices, tuple(chunks), listed, routes=tuple(routes))
 
 
 def _first_complete(schedule: Schedule) -> list[int]:
     """Return for each chunk the device that first stores all contributions: the source, if there is only one."""
     # For each chunk and device, the sources whose contributions the stored value contains, as bits.
-    contributions = {(c, source): 1 << source for c, chunk in enumerate(schedule.chunks) for source in chunk.sources}
-    everyone = [sum(1 << source for source in chunk.sources) for chunk in schedule.chunks]
+    bits = [{source: 1 << source for source in chunk.sources} for chunk in schedule.chunks]
+    everyone = [sum(values.values()) for values in bits]
     owners = [chunk.sources[0] if len(chunk.sources) == 1 else -1 for chunk in schedule.chunks]
     for steps in schedule.rounds:
-        stored = {}  # at the end of the round
+        stored = []  # at the end of the round
         for chunk, dst, srcs in steps:
-            stored[chunk, dst] = reduce(or_, [contributions.get((chunk, src), 0) for src in srcs])
-            if owners[chunk] < 0 and stored[chunk, dst] == everyone[chunk]:
+            if owners[chunk] < 0:
+                values, total = bits[chunk], 0
+                for src in srcs:
+                    total |= values.get(src, 0)
+                stored.append((chunk, dst, total))
+        for chunk, dst, total in stored:
+            bits[chunk][dst] = total
+            if owners[chunk] < 0 and total == everyone[chunk]:
                 owners[chunk] = dst
-        contributions.update(stored)
     return owners

@@ -23,7 +23,7 @@ from ..schedule.schedule import many
 from ..topology import Topology
 from . import algorithms
 from .requests import NO_MORE, Request, collective_between
-from .topologies import add_routes, reachable_nodes, require_routes
+from .topologies import add_routes, reachable_nodes, require_routes, reversed_topology
 
 FOREST_DEVICES: Final = 256  # with more devices, and without symmetry, packing trees takes minutes
 MOST_DEVICES: Final = 128  # beyond it, a schedule with n**2 steps has more than 16,384 of them
@@ -288,7 +288,8 @@ def _requests_to_try(topology: Topology, request: Request) -> list[Request]:
 
         # One tree per device, like TensorFlow's rotating roots; and one tree with its root in the middle.
         middle = centre(topology, request.sources, request.destinations)
-        tried += [] if generated else [request._replace(algorithm="hierarchical_copy", packs=n)]
+        derived = request.collective in ("reduce_scatter", "all_gather")  # each of their plans has n trees
+        tried += [] if generated or derived else [request._replace(algorithm="hierarchical_copy", packs=n)]
         tried += [request._replace(algorithm="hierarchical_copy", root=middle)]
     return tried
 
@@ -320,7 +321,7 @@ def _schedules(request: Request) -> list[Schedule]:
     from .scatter_and_gather import all_gather, reduce_scatter
 
     if request.collective == "all_gather":  # it is a reduce-scatter backwards, over the links backwards
-        backwards = request.topology and request.topology.reversed()
+        backwards = request.topology and reversed_topology(request.topology)
         scattered = candidates(request._replace(collective="reduce_scatter", topology=backwards))
         return [all_gather(schedule) for schedule in scattered]
     packs, first = entry.scatter

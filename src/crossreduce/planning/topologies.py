@@ -81,7 +81,7 @@ def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
             symmetry, nodes = extend_to_switches(topology, symmetry), topology.nodes
         if symmetry is None or len(nodes) < len(topology.nodes):
             return schedule
-    backwards = topology.reversed()
+    backwards = reversed_topology(topology)
     sends, receives = Counter(src for _, src, _ in needed), Counter(dst for *_, dst in needed)
     passed: dict[tuple[int, int], tuple[str, ...] | None] = {}  # the nodes between source and destination
     routes = list(base.routes)
@@ -100,6 +100,16 @@ def add_routes(schedule: Schedule, topology: Topology) -> Schedule:
     if isinstance(schedule, GeneratedSchedule) and symmetry is not None and nodes is not None:
         return GeneratedSchedule(routed, symmetry, nodes, schedule.in_order)
     return routed
+
+
+@lru_cache(maxsize=256)
+def reversed_topology(topology: Topology) -> Topology:
+    """Return the topology with reversed links, always as the same object, and the given object if it is equal.
+
+    Caches would compare two equal topologies link by link at each lookup.
+    """
+    backwards = topology.reversed()
+    return topology if backwards == topology else backwards
 
 
 class NeutralTopology(NamedTuple):

@@ -24,6 +24,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
+from ..kernels import native
 from .lock_step import Loads
 
 # Times that differ by less than this part of the longest period are equal. It is far above the rounding errors of sums.
@@ -31,6 +32,8 @@ _EQUAL: Final = 1e-9
 
 # Up to this number of reads in all ticks, plain Python is as fast as NumPy, whose calls take microseconds each.
 _MOST_PLAIN: Final = 1_500
+# Up to this number, compiled code is faster. NumPy's does not compute all of many equal ticks.
+_MOST_COMPILED: Final = 400_000
 
 
 class Served(NamedTuple):
@@ -60,6 +63,9 @@ class EventClock:
 
     def total(self, pieces: int) -> float:
         """Return the seconds from the start of the first read to the end of the last one."""
+        if self.rounds and self._reads_of_ticks(pieces) <= _MOST_COMPILED and (compiled := _compiled(self.loads)):
+            queueing = [self.loads.queued(queue, min(pieces, self.rounds)) for queue in self.loads.queues.values()]
+            return float(compiled.total(self.nbytes / pieces, pieces, queueing))
         if self._is_small(pieces):
             return max((end for *_, end in self._plain_ticks(pieces)), default=0.0)
         run = _Run(_arrays(self.loads), self.nbytes, pieces)
@@ -77,8 +83,10 @@ class EventClock:
         return (served for *_, served in _Run(_arrays(self.loads), self.nbytes, pieces).equal_ticks())
 
     def _is_small(self, pieces: int) -> bool:
-        uses = len(self.loads.traffic.reads) * (self.rounds + pieces)
-        return uses <= _MOST_PLAIN or not _has_numpy()
+        return self._reads_of_ticks(pieces) <= _MOST_PLAIN or not _has_numpy()
+
+    def _reads_of_ticks(self, pieces: int) -> int:
+        return len(self.loads.traffic.reads) * (self.rounds + pieces)
 
     def _plain_ticks(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
         """Yield for each tick its number, (number, start, end) of each of its reads, and the latest end so far."""
@@ -89,9 +97,7 @@ class EventClock:
         first = list(accumulate(first))  # for each round, the number of its first read
         queues = list(loads.queues.values())
         queueing = [loads.queued(queue, min(pieces, rounds)) for queue in queues]
-        queue_of_step = [
-            next((q for q, queue in enumerate(queues) if host in queue.steps), None) for host in loads.traffic.hosts
-        ]
+        queue_of_step = _queue_of_step(loads)
         queued = [0.0] * len(queues)  # when each host has queued the operations of all ticks up to this one
         free = [0.0] * len(loads.per_message)  # when each resource has served the reads of the earlier ticks
         ready: dict[tuple[int, int], float] = {}  # by step and piece, when the value that the step makes is ready
@@ -114,8 +120,8 @@ class EventClock:
                     start, served = max(start, free[k]), max(served, load[k])
                 end = start + served
                 queue_number = queue_of_step[read.step]
-                if queue_number is not None:
-                    end = max(end, queued[queue_number])
+                if queue_number:
+                    end = max(end, queued[queue_number - 1])
                 end += read.latency_s
                 for k, _ in loads.uses[number]:
                     occupied[k] = max(occupied[k], end)
@@ -130,6 +136,19 @@ class EventClock:
 def _window(t: int, rounds: int, pieces: int) -> int:
     """Return the number of the window of tick t (see ``Loads``). The window with all rounds occurs in several ticks."""
     return t if t < rounds else max(rounds - 1, t - max(0, pieces - rounds))
+
+
+def _queue_of_step(loads: Loads) -> list[int]:
+    """Return for each step the number of its queue, from 1, or 0 if its operation is not queued."""
+    number = {host: q for q, queue in enumerate(loads.queues.values(), start=1) for host in queue.steps}
+    return [number.get(host, 0) for host in loads.traffic.hosts]
+
+
+@lru_cache(maxsize=256)
+def _compiled(loads: Loads) -> Any:
+    """Return the compiled clock of some loads, or ``None`` where it was not built."""
+    module = native()
+    return module and module.EventClock(loads.traffic.reads, loads.by_round, _queue_of_step(loads), loads.rounds)
 
 
 @lru_cache(maxsize=1)
@@ -169,13 +188,10 @@ class _Arrays:
         self.resource = np.array([k for group in uses for k in group], dtype=np.intp)
         self.count = np.array([len(group) for group in uses])  # the number of resources of each read
         self.use_start = np.concatenate([[0], np.cumsum(self.count)])  # for each read, its first one in ``resource``
-        step_of_read = np.array([read.step for read in reads])
+        step_of_read = np.array([read.step for read in reads], dtype=np.intp)
+        self.queue = np.array(_queue_of_step(loads))[step_of_read]  # 0 stands for reads without a queued operation
         self.read_start = np.concatenate([np.flatnonzero(np.diff(step_of_read, prepend=-1)), [len(reads)]])
         self.round_of_step = self.round_of_read[self.read_start[:-1]]
-        self.queue = np.zeros(len(reads), dtype=np.intp)  # 0 stands for reads without a queued operation
-        for number, queue in enumerate(loads.queues.values(), start=1):
-            is_queued = [traffic.hosts[read.step] in queue.steps for read in reads]
-            self.queue[np.array(is_queued)] = number
 
     def load(self, first: int, last: int, nbytes: float) -> Any:
         """Return the seconds that each resource needs for rounds ``first`` to ``last`` of a buffer of ``nbytes``."""

@@ -27,10 +27,15 @@ class Loads:
     def __init__(self, traffic: Traffic, queues: dict[str, Queue]) -> None:
         self.traffic, self.queues, self.rounds = traffic, queues, traffic.rounds
         # For each read, the number of each resource that it uses, and the seconds per byte of the buffer.
-        self.uses = [
-            [(k, traffic.shares[read.chunk] * often * traffic.resources[k].seconds_per_byte) for k, often in read.uses]
-            for read in traffic.reads
-        ]
+        known: dict[tuple[float, tuple[tuple[int, float], ...]], list[tuple[int, float]]] = {}
+        self.uses = []
+        for read in traffic.reads:
+            share = traffic.shares[read.chunk]
+            found = known.get((share, read.uses))
+            if found is None:
+                found = [(k, share * often * traffic.resources[k].seconds_per_byte) for k, often in read.uses]
+                known[share, read.uses] = found
+            self.uses.append(found)
         self.per_message = [resource.seconds_per_message for resource in traffic.resources]
         self.by_round: list[defaultdict[int, list[float]]] = [defaultdict(lambda: [0.0, 0.0]) for _ in self.per_message]
         for read, uses in zip(traffic.reads, self.uses, strict=True):

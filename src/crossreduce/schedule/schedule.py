@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, ClassVar, Final, NamedTuple
 
 from ..errors import ArgumentError, ScheduleError, shown
@@ -108,8 +108,7 @@ class Schedule:
         # Lists are copied to tuples, since they could be changed after the schedule was made.
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "chunks", tuple(Chunk(share, tuple(s), tuple(d)) for share, s, d in self.chunks))
-        steps_of = (tuple([_freeze(step) for step in steps]) for steps in self.rounds)
-        object.__setattr__(self, "rounds", tuple(steps_of))
+        object.__setattr__(self, "rounds", tuple([_freeze(steps) for steps in self.rounds]))
         n = len(self.devices)
         for route in self.routes:
             if len(route) not in (4, 5) or isinstance(route[3], str):  # tuple() would split it into letters
@@ -127,14 +126,7 @@ class Schedule:
         if sum(count * share for share, count in Counter(chunk.share for chunk in self.chunks).items()) != 1:
             given = f"shares {', '.join(str(chunk.share) for chunk in self.chunks) or 'none'}"
             raise ScheduleError.of("the chunks must cover the buffer: their shares must add up to 1.", given)
-        count = len(self.chunks)
-        for r, steps in enumerate(self.rounds):
-            for s, step in enumerate(steps):
-                c, dst, srcs = step
-                in_range = 0 <= c < count and 0 <= dst < n
-                if not in_range or not srcs or min(srcs) < 0 or max(srcs) >= n:
-                    remedy = f"chunk 0 to {len(self.chunks) - 1}; at least one src"
-                    raise _malformed_error(f"round {r}, step {s}", step, remedy, n)
+        self._check_steps()
         for route in self.routes:
             has_round = route.round is None or 0 <= route.round < len(self.rounds)
             ends = (route.src, route.dst)
@@ -150,6 +142,23 @@ class Schedule:
             seen[key] = route
         if self.pieces < 1:
             raise ScheduleError.of("pieces must be at least 1.", shown(self.pieces), "pieces=1")
+
+    def _check_steps(self) -> None:
+        """Raise ScheduleError if a step has a number that is out of range, or no operand."""
+        count, n = len(self.chunks), len(self.devices)
+        every = list(chain.from_iterable(self.rounds))
+        operands = [srcs for _, _, srcs in every]
+        numbers = {*chain.from_iterable(operands), *[dst for _, dst, _ in every], 0}
+        chunks = {*[chunk for chunk, _, _ in every], 0}
+        if all(operands) and 0 <= min(numbers) <= max(numbers) < n and 0 <= min(chunks) <= max(chunks) < count:
+            return  # sets are quicker than a look at each step
+        for r, steps in enumerate(self.rounds):
+            for s, step in enumerate(steps):
+                c, dst, srcs = step
+                in_range = 0 <= c < count and 0 <= dst < n
+                if not in_range or not srcs or min(srcs) < 0 or max(srcs) >= n:
+                    remedy = f"chunk 0 to {len(self.chunks) - 1}; at least one src"
+                    raise _malformed_error(f"round {r}, step {s}", step, remedy, n)
 
     @cached_property
     def _hash_of_steps(self) -> int:
@@ -331,27 +340,32 @@ def live_rounds(schedule: Schedule) -> list[list[Step]]:
     >>> [len(steps) for steps in live_rounds(direct(["cpu:0", "cpu:1"]))]
     [2, 2]
     """
-    live = [{*chunk.destinations} for chunk in schedule.chunks]  # for each chunk, devices whose value is needed later
-    rounds = []
-    for steps in reversed(schedule.rounds):
+    return live_steps(schedule.chunks, schedule.rounds)
+
+
+def live_steps(chunks: Sequence[Chunk], rounds: Sequence[Sequence[Step]]) -> list[list[Step]]:
+    """Return the same as ``live_rounds``, for chunks and rounds of which no schedule was made."""
+    live = [{*chunk.destinations} for chunk in chunks]  # for each chunk, devices whose value is needed later
+    kept_rounds = []
+    for steps in reversed(rounds):
         kept = [step for step in steps if step.dst in live[step.chunk] and step.srcs != (step.dst,)]
         for chunk, dst, _ in kept:
             live[chunk].discard(dst)
         for chunk, _, srcs in kept:
             live[chunk].update(srcs)
-        rounds.append(kept)
-    return rounds[::-1]
+        kept_rounds.append(kept)
+    return kept_rounds[::-1]
 
 
 _ROUTE: Final = "Route(chunk, src, dst, names of the nodes between them[, round]) with an existing chunk and round"
 
 
-def _freeze(step: Step) -> Step:
-    """Return a step as a ``Step`` with a tuple of operands, so that it cannot change."""
-    if type(step) is Step and type(step[2]) is tuple:
-        return step
-    chunk, dst, srcs = step
-    return Step(chunk, dst, tuple(srcs))
+def _freeze(steps: Iterable[Step]) -> Round:
+    """Return the steps of a round as a tuple of ``Step`` with tuples of operands, so that they cannot change."""
+    listed = tuple(steps)
+    if {*map(type, listed)} <= {Step} and {*[type(srcs) for _, _, srcs in listed]} <= {tuple}:
+        return listed
+    return tuple([Step(chunk, dst, tuple(srcs)) for chunk, dst, srcs in listed])
 
 
 def _are_positions(numbers: Iterable[int], n: int) -> bool:

@@ -198,36 +198,43 @@ def fastest_of(
 
 
 def _least_seconds(schedule: Schedule, topology: Topology, nbytes: int) -> float:
-    """Return a lower bound of the time: the seconds in which the busiest device can send, or receive, its data."""
+    """Return a lower bound of the time: the seconds of the busiest device, or of the busiest link between two devices.
+
+    A link is counted if all transfers between its devices use it.
+    """
     if isinstance(schedule, GeneratedSchedule):
         return 0.0  # its steps would first have to be listed
-    sent, received = [0.0] * len(schedule.devices), [0.0] * len(schedule.devices)
     shares = [float(share) for share, _, _ in schedule.chunks]
+    carried = defaultdict[tuple[int, int], float](float)
     for steps_of_round in schedule.rounds:
         for chunk, dst, srcs in steps_of_round:
-            share = shares[chunk]
             for src in srcs:
-                if src != dst:
-                    sent[src] += share
-                    received[dst] += share
-    out, into = _node_bandwidths(topology)
-    seconds_per_gb = [
-        share / bandwidths[device]
-        for bandwidths, shares_of_devices in ((out, sent), (into, received))
-        for device, share in zip(schedule.devices, shares_of_devices, strict=True)
-        if share and bandwidths.get(device)
-    ]
-    return max(seconds_per_gb, default=0.0) * nbytes / 1e9
+                carried[src, dst] += shares[chunk]
+    names, (out, into, direct) = schedule.devices, _bandwidths(topology)
+    routed = {(src, dst) for _, src, dst, _, _ in schedule.routes}
+    sent, received, least = [0.0] * len(names), [0.0] * len(names), 0.0
+    for (src, dst), share in carried.items():
+        if src != dst:
+            sent[src] += share
+            received[dst] += share
+            bandwidth = direct.get((names[src], names[dst]))
+            if bandwidth and (src, dst) not in routed:
+                least = max(least, share / bandwidth)
+    for bandwidths, shares_of_devices in ((out, sent), (into, received)):
+        for device, share in zip(names, shares_of_devices, strict=True):
+            if share and bandwidths.get(device):
+                least = max(least, share / bandwidths[device])
+    return least * nbytes / 1e9
 
 
 @lru_cache(maxsize=64)
-def _node_bandwidths(topology: Topology) -> tuple[dict[str, float], dict[str, float]]:
-    """Return for each node the sum of the bandwidths of all links out of it, and of all links into it, in GB/s."""
+def _bandwidths(topology: Topology) -> tuple[dict[str, float], dict[str, float], dict[Pair, float]]:
+    """Return the bandwidth in GB/s of all links out of each node, of all links into it, and of each link."""
     out, into = defaultdict[str, float](float), defaultdict[str, float](float)
     for src, dst, bandwidth, _ in topology.links:
         out[src] += float(bandwidth)
         into[dst] += float(bandwidth)
-    return out, into
+    return out, into, {pair: float(link.bandwidth) for pair, link in topology.by_ends.items()}
 
 
 @lru_cache(maxsize=256)

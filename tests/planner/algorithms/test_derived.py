@@ -15,6 +15,7 @@ import crossreduce as cr
 from crossreduce import Link, Topology, simulate, verify
 from crossreduce.planning import PLANNERS, hierarchical_copy
 from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
+from crossreduce.planning.topologies import reversed_topology
 
 MIB = 1 << 20
 
@@ -120,3 +121,12 @@ def test_owners_of_chunks():
     check_parts(scattered, "reduce_scatter", names(3))
     mains = replace(hierarchical_copy(names(4), packs=4), collective="all_reduce")
     assert owners(reduce_scatter(mains), 2) == [0, 1, 2, 3]
+
+
+def test_reversed_topologies_are_one_object():
+    """Planning does not make several equal topologies: caches would compare all of their links at each lookup."""
+    ring = Topology.ring(4, gb_per_s=2)
+    assert reversed_topology(ring) is ring
+    one_way = Topology(ring.devices, ring.links[::2])
+    assert reversed_topology(one_way) == one_way.reversed() != one_way
+    assert reversed_topology(Topology(ring.devices, ring.links[::2])) is reversed_topology(one_way)

@@ -1,7 +1,9 @@
 """Forests of few steps: the cheapest trees, the linear program, its schedules, and published results."""
 
 import itertools
+import math
 from fractions import Fraction
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from scipy.optimize import linprog
 
 import crossreduce as cr
 from crossreduce import Link, Topology
-from crossreduce.planning import COLLECTIVES, Request
+from crossreduce.kernels import native
+from crossreduce.planning import COLLECTIVES, Request, plans, schedules
 from crossreduce.planning.optimal.few_step import few_step_forests, tree_program
 from crossreduce.planning.optimal.few_step.tree_program import GAP, share_among_trees
 from crossreduce.planning.topologies import neutral_topology
@@ -79,6 +82,109 @@ def test_the_program_over_all_trees(topology, steps, kind, many):
     assert found is not None
     assert found.limit <= solved.fun * (1 + 1e-6)
     assert solved.fun * (1 - 1e-6) <= found.time <= solved.fun * (1 + GAP) * LOSS
+
+
+# Arguments of ``TreeSearch``: three devices in a line, and trees of two steps out of all of them.
+LINE = [((0, 1), (0,)), ((1, 0), (1,)), ((1, 2), (2,)), ((2, 1), (3,))]
+SEARCH = {
+    "n": 3, "links": 4, "routes": LINE, "roots": [0, 1, 2], "back": [], "steps": 2, "many": False, "paired": False,
+}  # fmt: skip
+PRICES, ANY = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], [math.inf] * 3
+
+
+def test_the_cheapest_trees_of_a_line():
+    """The result has the price, the edges with their routes, and the load of each link in each step."""
+    search = native().TreeSearch(*SEARCH.values())
+    found = search.cheapest(PRICES, [math.inf, 5.0, math.inf])
+    assert [price for price, *_ in found] == [1 + 7, 2 + 3, 4 + 6]
+    assert [out for _, _, out, _ in found] == [((0, 0, 1, 0), (1, 1, 2, 2)), (), ((0, 2, 1, 3), (1, 1, 0, 1))]
+    assert np.frombuffer(found[0][3]).tolist() == [1, 0, 0, 0, 0, 0, 1, 0]  # root 1 has no tree below 5
+    mirrored = native().TreeSearch(*(SEARCH | {"back": [1, 0, 3, 2], "many": True}).values())
+    price, _, _, load = mirrored.cheapest(PRICES[:4], ANY)[1]
+    assert (price, np.frombuffer(load).tolist()) == (3 + 7, [1, 1, 1, 1])
+    paired = native().TreeSearch(*(SEARCH | {"roots": [1], "paired": True}).values())
+    ((price, into, out, _),) = paired.cheapest(PRICES, ANY[:1])  # one step into the root and one out of it
+    assert (price, into, out) == (1 + 4 + 6 + 7, ((0, 0, 1, 0), (0, 2, 1, 3)), ((1, 1, 0, 1), (1, 1, 2, 2)))
+
+
+@pytest.mark.parametrize("n", [4, 12])
+@pytest.mark.parametrize("seed", range(8))
+def test_trees_reach_all_devices_for_their_price(n, seed):
+    """The edges form a tree of so many steps, and the sum of their prices is its price.
+
+    On few devices no tree out of the root is cheaper, also if only this root is searched.
+    """
+    rng = np.random.default_rng(seed)
+    pairs = [(a, b) for a in range(n) for b in range(n) if a != b and (b == (a + 1) % n or rng.random() < 0.5)]
+    steps = 3 if n == 4 else n
+    prices = rng.integers(1, 9, (steps, len(pairs))).astype(float)
+    routes = [(pair, (k,)) for k, pair in enumerate(pairs)]
+    arguments = SEARCH | {"n": n, "links": len(pairs), "routes": routes, "steps": steps}
+    found = (
+        native()
+        .TreeSearch(*(arguments | {"roots": list(range(n))}).values())
+        .cheapest(prices.ravel().tolist(), [math.inf] * n)
+    )
+    for root, (price, _, edges, load) in enumerate(found):
+        reached = {root: -1}
+        for step, u, v, route in edges:
+            assert routes[route][0] == (u, v)
+            assert reached[u] < step
+            assert v not in reached
+            reached[v] = step
+        assert len(reached) == n
+        assert price == sum(prices[step, route] for step, _, _, route in edges)
+        assert (np.frombuffer(load).reshape(prices.shape) * prices).sum() == price
+        if n == 4:
+            least = min(
+                sum(prices[step, pairs.index((u, v))] for v, (step, u) in tree.items())
+                for tree in timed_trees(pairs, n, root, steps)
+            )
+            ((alone, *_),) = (
+                native()
+                .TreeSearch(*(arguments | {"roots": [root]}).values())
+                .cheapest(prices.ravel().tolist(), ANY[:1])
+            )
+            assert price == alone == least
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n": 0}, {"n": 2}, {"n": 1 << 30}, {"links": 0}, {"links": 3}, {"links": 1 << 30}, {"steps": 0},
+        {"steps": 257}, {"routes": [((0, 3), (0,))]}, {"routes": [((-1, 1), (0,))]}, {"routes": [((0, 1), (4,))]},
+        {"routes": [((0, 1), (-1,))]}, {"routes": [((0, 1), (1 << 40,))]}, {"roots": [3]}, {"roots": [-1]},
+        {"back": [1, 0]}, {"back": [1, 0, 3, -1]}, {"back": [1, 0, 3, 4]},
+    ],
+)  # fmt: skip
+def test_invalid_arguments_of_the_search(change):
+    """Numbers that are out of range are errors."""
+    with pytest.raises(ValueError, match=r"must be|must have|has an unknown|out of range"):
+        native().TreeSearch(*(SEARCH | change).values())
+
+
+@pytest.mark.parametrize("given", [([1.0] * 7, ANY), ([1.0] * 9, ANY), (PRICES, ANY[:2])])
+def test_prices_of_another_length(given):
+    """There is a price for each link in each step, and a limit for each root."""
+    with pytest.raises(ValueError, match="there must be a price for each link and row"):
+        native().TreeSearch(*SEARCH.values()).cheapest(*given)
+
+
+def test_plans_without_compiled_code():
+    """Where the compiled module was not built, there are no forests of few steps, and plans are right."""
+    caches = plans.plan_request, schedules.fastest_schedule, tree_program._begun, tree_program.share_among_trees
+
+    def planned():
+        for cache in caches:
+            cache.cache_clear()
+        return cr.plan("dgx-1v", "all_gather", 1 << 16, operation_s=0)
+
+    best = planned()
+    with mock.patch.object(tree_program, "native", return_value=None):
+        other = planned()
+    planned()  # empties the caches again
+    cr.verify(other.schedule)
+    assert other.seconds > best.seconds
 
 
 DGX = Topology.machine("dgx-1v")

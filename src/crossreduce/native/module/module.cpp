@@ -168,7 +168,7 @@ int fill(PyObject *module) {
     if (memory_type == nullptr || !capsule || PyModule_AddObjectRef(module, "API", capsule.object) < 0) return -1;
     if (PyModule_AddIntMacro(module, FIRST_PAYLOAD) < 0) return -1;
     for (const auto add : {add_kernel, add_shared_memory, add_mailboxes, add_connections, add_ucx, add_observer, add_partial_sums,
-                           add_flow_network})
+                           add_flow_network, add_tree_search, add_event_clock})
         if (add(module) < 0) return -1;
     return add_xla_call(module) < 0 ? -1 : add_process_calls(module);
 }

@@ -14,7 +14,7 @@
 #include "kernel.hpp"
 
 // Add the class Kernel; RankProgram and SharedMemory; Mailboxes; Connections; UcxWorker; Observer; the functions of partial sums;
-// FlowNetwork; or the custom calls of XLA. Return -1 with an error set if that fails.
+// FlowNetwork; TreeSearch; EventClock; or the custom calls of XLA. Return -1 with an error set if that fails.
 int add_kernel(PyObject *module);
 int add_xla_call(PyObject *module);
 int add_process_calls(PyObject *module);
@@ -25,6 +25,8 @@ int add_ucx(PyObject *module);
 int add_observer(PyObject *module);
 int add_partial_sums(PyObject *module);
 int add_flow_network(PyObject *module);
+int add_tree_search(PyObject *module);
+int add_event_clock(PyObject *module);
 
 // Used by other compiled modules: see kernel_api.hpp.
 bool can_begin(PyObject *memory);

@@ -21,12 +21,12 @@ from ....schedule.costs import OPERATION_S
 from ....schedule.host_queues import operation_count
 from ....topology import Topology
 from ...requests import NO_MORE, Request
-from ...topologies import neutral_topology
+from ...topologies import neutral_topology, reversed_topology
 from ..bound import bound_of_members
 from ..bounds.steiner import Through
 from ..trees.tree_schedule import Tree, TreeShare, listed_routes, trees_to_schedule
 from .switch_routes import hops
-from .tree_program import Edge, Shares, expected_time, share_among_trees
+from .tree_program import Edge, Shares, expected_time, least_time, share_among_trees
 
 MOST_DEVICES: Final = 16  # with more, the linear programs take long
 WORTH: Final = 0.98  # a forest is planned only if it may take less than this part of the time of the known schedule
@@ -130,6 +130,10 @@ def _options(request: Request, limits: _Limits, goal: Callable[[], float], many:
     rates: list[float] = []
     waiting: list[tuple[float, int]] = []  # a heap of results that were not yielded yet
     first_goal = goal()
+
+    def expected_s(seconds_per_gb: float) -> float:
+        return limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * seconds_per_gb), many)
+
     for left in range(more, -1, -1 - paired):  # the number of steps that may still be added after this forest
         steps = limits.least + more - left
         least_s = limits.seconds(steps, limits.transfer, many)
@@ -137,10 +141,13 @@ def _options(request: Request, limits: _Limits, goal: Callable[[], float], many:
             yield heapq.heappop(waiting)
         if least_s >= goal():
             break
+        is_last = left <= paired or limits.seconds(steps + 1 + paired, limits.transfer, many) >= goal()
+        if is_last and expected_s(_limit_per_gb(request, limits.task, steps, many)) >= goal():
+            break
         seconds_per_gb = _expected_time(request, limits.task, steps, many)
         if seconds_per_gb is None:
             continue
-        seconds = limits.seconds(steps, max(limits.transfer, request.nbytes / 1e9 * seconds_per_gb), many)
+        seconds = expected_s(seconds_per_gb)
         heapq.heappush(waiting, (seconds, steps))
         rates.append(1 / seconds_per_gb)
         if rates[-1] * (1 + _NEAR) > limits.rate or _cannot_help(rates, left, request.nbytes, first_goal):
@@ -226,6 +233,12 @@ def _expected_time(request: Request, task: _Task, steps: int, many: bool) -> flo
     return expected_time(topology, task.roots, steps, many=many, paired=task.paired)
 
 
+def _limit_per_gb(request: Request, task: _Task, steps: int, many: bool) -> float:
+    """Return a lower limit of ``_expected_time``, which takes less time to compute."""
+    _, topology = _neutral_view(request, task)
+    return least_time(topology, task.roots, steps, many=many, paired=task.paired)
+
+
 @lru_cache(maxsize=256)
 def _forest(request: Request, task: _Task, steps: int, many: bool) -> Schedule | None:
     """Return the verified forest of a request with ``steps`` steps, or ``None`` if these do not reach all devices."""
@@ -248,7 +261,7 @@ def _neutral_view(request: Request, task: _Task) -> tuple[dict[str, str], Topolo
     """Return the original names of nodes of the neutral topology, and this topology, reversed for trees into roots."""
     assert request.topology is not None
     neutral = neutral_topology(request.topology, request.members, ())
-    return neutral.names, neutral.topology.reversed() if task.backwards else neutral.topology
+    return neutral.names, reversed_topology(neutral.topology) if task.backwards else neutral.topology
 
 
 class _Hop(NamedTuple):
@@ -347,7 +360,7 @@ def _least_steps(topology: Topology, members: tuple[str, ...], task: _Task) -> i
     """Return the least number of steps in which the trees of a task reach all members, or ``None`` if none do."""
     neutral = neutral_topology(topology, members, ()).topology
     neighbours = defaultdict(list)
-    for u, v in hops(neutral.reversed() if task.backwards else neutral).pairs:
+    for u, v in hops(reversed_topology(neutral) if task.backwards else neutral).pairs:
         neighbours[u].append(v)
     roots = range(len(members)) if task.roots in (None, -1) else [task.roots]
     depths = []  # the least depth of a tree, for each root whose trees reach all members

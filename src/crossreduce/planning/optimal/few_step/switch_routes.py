@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from ....topology import Topology
 
@@ -30,41 +30,9 @@ class Hops:
         self.bandwidth = np.array([float(link.bandwidth / self.fastest) for link in topology.links])
         routes = _routes(topology, {pair: k for k, pair in enumerate(pairs)})
         self.pairs = sorted(routes)  # (device, device) of each hop
-        self.routes: list[Links] = [route for pair in self.pairs for route in routes[pair]]  # of all pairs, in order
-        self.start = np.cumsum([0, *(len(routes[pair]) for pair in self.pairs)])  # the first route of each pair
-        self.at = {pair: k for k, pair in enumerate(self.pairs)}
-        self.ends = tuple(np.array([pair[end] for pair in self.pairs], dtype=np.intp) for end in (0, 1))
+        self.routes = [(pair, route) for pair in self.pairs for route in routes[pair]]
         number = {node: k for k, node in enumerate(topology.nodes)}
-        self.through = [tuple(number[pairs[k][1]] for k in route[:-1]) for route in self.routes]  # passed switches
-        self._most = int(np.diff(self.start).max(initial=1))  # the most routes that a pair has
-        # Each use of a link by a route, as two parallel arrays: the numbers of the routes and those of the links.
-        self._route_of_use = np.repeat(np.arange(len(self.routes)), [len(route) for route in self.routes])
-        self._link_of_use = np.array([k for route in self.routes for k in route], dtype=np.intp)
-
-    def costs(self, prices: Any) -> tuple[Any, Any]:
-        """Return the prices and the routes of the cheapest hops, for each row of link prices in ``prices``.
-
-        The first array has the price of a hop by (row, sender, receiver), which is infinite without a route. The second
-        array has the number of its route by (row, pair), or has a single row if each pair has one route.
-        """
-        import numpy as np
-
-        by_use, count = prices[:, self._link_of_use], len(self.routes)
-        if by_use.shape[1] == count:  # no route passes a switch
-            by_route = by_use
-        else:
-            by_route = np.array([np.bincount(self._route_of_use, row, minlength=count) for row in by_use])
-        best = self.start[None, :-1]
-        if self._most > 1:
-            rows = np.arange(len(prices))[:, None]
-            best = np.repeat(best, len(prices), axis=0)
-            for k in range(1, self._most):
-                others = np.minimum(self.start[:-1] + k, self.start[1:] - 1)
-                best = np.where(by_route[:, others] < by_route[rows, best], others, best)
-            by_route = by_route[rows, best]
-        costs = np.full((len(prices), self.n, self.n), np.inf)
-        costs[:, self.ends[0], self.ends[1]] = by_route
-        return costs, best
+        self.through = [tuple(number[pairs[k][1]] for k in route[:-1]) for _, route in self.routes]  # passed switches
 
 
 @lru_cache(maxsize=256)

@@ -23,13 +23,14 @@ Source: Garg & Könemann, Faster and simpler algorithms for multicommodity flow,
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
+from ....kernels import native
 from ....topology import Topology
-from .shallow_trees import MOST_EXACT, Trees, cheapest_trees
 from .switch_routes import hops
 
+MOST_EXACT: Final = 10  # devices up to which the cheapest trees are found; with more, trees grow greedily
 GAP: Final = 0.01  # the search ends when the time exceeds the proved limit by at most this part
 # Before the first linear program, this many rounds find one tree per root each. With several roots they end early after
 # n rounds, for n devices, without a new tree (on 26 topologies of up to 16 devices, this does not change the plans).
@@ -61,6 +62,10 @@ class Column(NamedTuple):
     out: tuple[Edge, ...]
 
 
+# The least time with some columns, their amounts, the prices of links by row, and the price of a column by group.
+_Solution = tuple[float, Any, Any, list[float]]
+
+
 class Shares(NamedTuple):
     """A solution, with the amounts of the columns in units."""
 
@@ -68,17 +73,6 @@ class Shares(NamedTuple):
     units: int  # of the whole buffer
     time: float  # the sum of t_s for 1 GB, in seconds, after rounding
     limit: float  # with up to ``MOST_EXACT`` devices, no solution takes less time
-
-
-class _State(NamedTuple):
-    """The state of a search after the first linear program."""
-
-    columns: dict[Column, Any]  # by column: its load on each link in each row, for an amount of 1
-    used: list[Column]  # the columns with an amount above 0
-    limit: float  # the greatest proved lower limit of the time
-    best: Any  # the prices that prove this limit
-    solution: tuple[float, Any, Any, list[float]]  # see ``_Search.solve``
-    time: float  # the time of this solution for 1 GB, in seconds
 
 
 @lru_cache(maxsize=512)
@@ -102,8 +96,8 @@ def share_among_trees(
     >>> round(1 / shares.time, 6), [units for units, _ in shares.columns], shares.units
     (30.0, [1, 1, 1], 3)
     """
-    first = _first_solution(topology, roots, steps, many, paired)
-    return first and _Search(topology, roots, steps, many, paired).shares(first)
+    first = _begun(topology, roots, steps, many, paired)
+    return None if first is None else _Search(topology, roots, steps, many, paired).shares(first)
 
 
 def expected_time(
@@ -117,15 +111,31 @@ def expected_time(
     if many or len(topology.devices) > MOST_EXACT:
         shares = share_among_trees(topology, roots, steps, many=many, paired=paired)
         return shares and shares.time
-    first = _first_solution(topology, roots, steps, many, paired)
-    return first and first.time * REFINED
+    first = _begun(topology, roots, steps, many, paired)
+    if first is None or first.solution is None:
+        return None
+    return first.solution[0] / first.scale * REFINED
+
+
+def least_time(topology: Topology, roots: int | None, steps: int, *, many: bool, paired: bool = False) -> float:
+    """Return a lower limit of ``expected_time``, before any linear program is solved; 0 if it has no value."""
+    first = _begun(topology, roots, steps, many, paired)
+    if first is None or not first.exact:
+        return 0.0
+    return first.limit / first.scale * (1.0 if many else REFINED)
 
 
 @lru_cache(maxsize=64)
-def _first_solution(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _State | None:
-    """Return the state of a search after its first program. The search begins with the trees used with fewer steps."""
-    fewer = _first_solution(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
-    return _Search(topology, roots, steps, many, paired).begin(fewer.used if fewer else [])
+def _begun(topology: Topology, roots: int | None, steps: int, many: bool, paired: bool) -> _Search | None:
+    """Return a search with its first columns. It begins with the trees that the search with fewer steps uses.
+
+    Return ``None`` if there are no trees of so few steps, and where the compiled module was not built.
+    """
+    if native() is None:
+        return None
+    fewer = _begun(topology, roots, steps - 1 - paired, many, paired) if steps > 1 + paired else None
+    search = _Search(topology, roots, steps, many, paired)
+    return search if search.begin(fewer.used if fewer else {}) else None
 
 
 class _Search:
@@ -150,25 +160,29 @@ class _Search:
         self.width = np.tile(self.hops.bandwidth, (self.rows, 1))
         self.exact = self.hops.n <= MOST_EXACT
         self.scale = float(self.hops.fastest) / (2 if self.mirrored and not many else 1)  # divides times, for 1 GB
-        if self.mirrored:
+        back = []  # the links that carry the same as each link, in the other direction
+        if self.mirrored and many:
             number = {(link.src, link.dst): k for k, link in enumerate(topology.links)}
-            self.back = np.array([number[link.dst, link.src] for link in topology.links])
+            back = [number[link.dst, link.src] for link in topology.links]
+        numbers = self.hops.n, self.hops.links, self.hops.routes, self.roots, back, self.steps
+        self.trees = native().TreeSearch(*numbers, many, self.paired)
 
-    def begin(self, known: list[Column]) -> _State | None:
-        """Return the state after the first program, or ``None`` if it fails. Begin with the ``known`` columns."""
+    def begin(self, known: dict[Column, Any]) -> bool:
+        """Add the ``known`` columns and the first other ones. Return whether there are trees out of all roots."""
         import numpy as np
 
         prices = np.tile(1 / self.hops.bandwidth / self.hops.links, (self.rows, 1))
         load = np.zeros((self.rows, self.hops.links))
-        for column in known:
-            self._add(column)
+        for column, known_load in known.items():  # perhaps of fewer steps
+            self.columns[column] = np.zeros_like(load)
+            self.columns[column][: len(known_load)] = known_load
         rounds, more = (_FIRST_ROUNDS, _ROUNDS_PER_STEP) if self.exact else (_FIRST_ROUNDS_GREEDY, 2)
         without_new = 0  # the number of rounds since the last new tree
         for turn in range(rounds + more * self.steps if len(self.roots) == 1 else rounds):
             before = len(self.columns)
             cheapest = self._add_cheapest(prices)
             if cheapest is None:
-                return None
+                return False
             without_new = without_new + 1 if len(self.columns) == before else 0
             if without_new == self.hops.n and len(self.roots) > 1:
                 break
@@ -178,16 +192,25 @@ class _Search:
             most = busy.max(axis=1, keepdims=True)
             weights = np.exp(_STEEP * math.sqrt(turn + 1) * (busy / np.maximum(most, 1e-12) - 1))
             prices = weights / (weights * self.width).sum(axis=1, keepdims=True)
-        solution = self.solve()
-        if solution is None:
-            return None
-        used = [column for column, amount in zip(self.columns, solution[1], strict=True) if amount > _LEAST]
-        return _State(self.columns, used, self.limit, self.best, solution, solution[0] / self.scale)
+        return True
 
-    def shares(self, first: _State) -> Shares:
-        """Return the shares of the last solution, after adding columns and solving the program several times."""
+    @cached_property
+    def solution(self) -> _Solution | None:
+        """The solution of the first program, or ``None`` if it fails."""
+        return self._solve()
+
+    @property
+    def used(self) -> dict[Column, Any]:
+        """The columns with an amount above 0 in the first solution, with their loads."""
+        amounts = () if self.solution is None else self.solution[1]
+        return {each: load for (each, load), x in zip(self.columns.items(), amounts, strict=False) if x > _LEAST}
+
+    def shares(self, first: _Search) -> Shares | None:
+        """Return the shares of the last solution, after adding columns to ``first`` and solving several programs."""
         self.columns = dict(first.columns)
         self.limit, self.best, solution = first.limit, first.best, first.solution
+        if solution is None:
+            return None
         for _ in range(_MOST_PROGRAMS - 1 if self.exact else 2):
             time, _, dual, paid = solution
             before = len(self.columns)
@@ -195,7 +218,7 @@ class _Search:
                 self._add_cheapest(part * dual + (1 - part) * self.best, paid)
             if len(self.columns) == before or (self.exact and time <= self.limit * (1 + GAP)):
                 break
-            next_solution = self.solve()
+            next_solution = self._solve()
             if next_solution is None:
                 break
             solution = next_solution
@@ -207,24 +230,16 @@ class _Search:
         ``paid`` is the price of a column by group: only cheaper columns are added. Return ``None`` if no root reaches
         all devices, or if a root with a fixed part of the buffer does not.
         """
-        both_prices = prices + prices[:, self.back] if self.mirrored and self.many else prices
-        row_costs, row_routes = self.hops.costs(both_prices)
-        costs, routes = ((list(rows) * self.steps)[: self.steps] for rows in (row_costs, row_routes.tolist()))
-        root = self.roots[0] if len(self.roots) == 1 else None
-        out = cheapest_trees(costs, root)
-        into = cheapest_trees(_reverse_prices(costs), root) if self.paired else None
-        least, columns = [], []
-        for k, root in enumerate(self.roots):
-            start, price = 0, out.price(root, 0)
-            if into is not None:  # find the best step in which the tree out of the root begins
-                both = ((into.price(root, self.steps - s) + out.price(root, s), s) for s in range(self.steps + 1))
-                price, start = min(both)
-            least.append(price)
-            if price == math.inf or (paid is not None and price >= paid[min(k, self.groups - 1)] * (1 - 1e-7)):
-                continue
-            into_edges = () if into is None else self._edges(into, root, self.steps - start, routes, backwards=True)
-            columns.append(Column(root, into_edges, self._edges(out, root, start, routes)))
-            self._add(columns[-1])
+        most = [
+            math.inf if paid is None else paid[min(k, self.groups - 1)] * (1 - 1e-7) for k in range(len(self.roots))
+        ]
+        found = self.trees.cheapest(prices.ravel().tolist(), most)
+        columns = list[Column]()
+        for root, (_, into, out, load) in zip(self.roots, found, strict=True):
+            if out:
+                columns.append(Column(root, into, out))
+                self._add(columns[-1], load)
+        least = [price for price, *_ in found]
         if min(least) == math.inf or (self.groups > 1 and max(least) == math.inf):
             return None
         limit = sum(least) / len(least) if self.groups > 1 else min(least)
@@ -232,32 +247,15 @@ class _Search:
             self.limit, self.best = limit, prices
         return columns
 
-    def _edges(
-        self, trees: Trees, root: int, start: int, routes: list[Any], *, backwards: bool = False
-    ) -> tuple[Edge, ...]:
-        """Return the hops of a tree with their routes. ``backwards``: the tree was found at ``_reverse_prices``."""
-        edges = []
-        for step, u, v in trees.edges(root, start):
-            edge = (self.steps - 1 - step, v, u) if backwards else (step, u, v)
-            edges.append((*edge, routes[edge[0]][self.hops.at[edge[1:]]]))
-        return tuple(sorted(edges))
-
-    def _add(self, column: Column) -> None:
-        """Add a column with its loads, if it is new."""
+    def _add(self, column: Column, load: bytes) -> None:
+        """Add a column with its load, if it is new."""
         import numpy as np
 
-        if column in self.columns:
-            return
-        links = self.hops.links
-        uses = ((step, link) for step, _, _, route in (*column.into, *column.out) for link in self.hops.routes[route])
-        used = [link if self.many else step * links + link for step, link in uses]
-        load = np.bincount(used, minlength=self.rows * links).reshape(self.rows, links).astype(float)
-        if self.mirrored and self.many:
-            load += load[:, self.back]
-        self.columns[column] = load
+        if column not in self.columns:
+            self.columns[column] = np.frombuffer(load).reshape(self.rows, self.hops.links)
 
-    def solve(self) -> tuple[float, Any, Any, list[float]] | None:
-        """Return (least time with these columns, their amounts, prices of links by row, price of a column by group).
+    def _solve(self) -> _Solution | None:
+        """Return the solution with the columns so far.
 
         Return ``None`` if HiGHS finds no solution, because bandwidths differ too much.
         """
@@ -296,12 +294,6 @@ class _Search:
         counts, units, time = round_to_units(amounts[used], loads, group, exact)
         listed = tuple((int(count), column) for count, column in zip(counts, columns, strict=True) if count)
         return Shares(listed, units, time / self.scale, self.limit / self.scale)
-
-
-def _reverse_prices(costs: list[Any]) -> list[Any]:
-    """Return the prices for trees into a root, which are found backwards: the steps and the hops are reversed."""
-    reverse: dict[int, Any] = {}  # by id: steps that share an array in ``costs`` also share one in the result
-    return [reverse.setdefault(id(cost), cost.T.copy()) for cost in reversed(costs)]
 
 
 def round_to_units(amounts: Any, loads: Any, group: Any, exact: float) -> tuple[Any, int, float]:

@@ -112,7 +112,7 @@ class _Remaining:
         arcs.sort(key=lambda arc: (depth[arc[0]], -self.left[arc], arc))
         best, most = arcs[0], 0
         for arc in arcs:
-            if min(self.left[arc], units, self.slack_limit(arc)) <= most:
+            if min(self.left[arc], units) <= most or self.slack_limit(arc) <= most:
                 continue
             room = min(self.left[arc], units, self.slack(arc, units))
             if room > most:
@@ -124,7 +124,8 @@ class _Remaining:
 
     def slack_limit(self, arc: Arc) -> int:
         """Return an upper limit of ``slack`` for an arc, known from the minimum cuts of earlier calls."""
-        return min((most for nodes, most in self.limits if arc[1] in nodes and arc[0] not in nodes), default=1 << 62)
+        src, dst = arc
+        return min([most for nodes, most in self.limits if dst in nodes and src not in nodes], default=1 << 62)
 
     def slack(self, arc: Arc, units: int) -> int:
         """Return the number of units that an arc can lose such that all other trees can still reach all nodes.

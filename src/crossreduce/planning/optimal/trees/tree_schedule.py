@@ -100,9 +100,14 @@ def listed_routes(routes: dict[tuple[int, int, int], dict[int, Through]], nodes:
     A transfer has one ``Route``, or one per round if its routes in several rounds differ.
     """
     listed = []
+    names: dict[Through, tuple[str, ...]] = {}
     for (chunk, src, dst), by_round in routes.items():
-        same = len(set(by_round.values())) == 1
-        for r, through in list(by_round.items())[: 1 if same else None]:
+        same = len(by_round) == 1 or len({*by_round.values()}) == 1
+        for r, through in by_round.items():
             if through:
-                listed.append(Route(chunk, src, dst, tuple(nodes[k] for k in through), None if same else r))
+                if through not in names:
+                    names[through] = tuple([nodes[k] for k in through])
+                listed.append(Route(chunk, src, dst, names[through], None if same else r))
+            if same:
+                break
     return listed
