@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Final, NamedTuple
 
 from ...errors import PlanError
@@ -45,6 +45,7 @@ _PACKED_QUICKLY: Final = 16  # with at most so many devices, packing trees takes
 _STYLES: Final = [Style(stops, lands) for stops, lands in product((False, True), (AT_CARD, SPREAD, RELAYED))]
 _BATCHES: Final = [Batches(1, first) for first in (NO_SHARES, CROSSING, FORWARDED)]
 _PARTS: Final = [Batches(part, first) for part in (0.75, 0.5, 0.25) for first in (NO_SHARES, CROSSING)]
+_HALVES: Final = [Batches(1, NO_SHARES), Batches(0.5, NO_SHARES)]
 _ROOTED: Final = (1, 4, 16)  # the shares of a root
 _OF_EACH: Final = (1, 2, 4)  # the shares of each device
 _CLOSE: Final = 1.02  # orders that take longer than this many times the best one so far are left out
@@ -98,18 +99,18 @@ class _CrossingSearch:
         self.tried: list[_Tried] = []
         self.styles: dict[tuple[Edge, ...], Style] = {}  # styles that give different trees
 
-    def add_style(self, style: Style) -> None:
-        """Try the trees of a style, unless another one has the same trees."""
+    def add_style(self, style: Style, *, few: bool = False) -> None:
+        """Try the trees of a style, unless another one has the same trees. Try only a few orders if ``few``."""
         styles = [style._replace(tree=k) for k in range(self.shares)] if style.inside else [style]
         edges = edges_of(self.lines, self.starts, *styles)
         if self.styles.setdefault(edges, style) is not style:
             return
-        if style.by_level or style.inside or self.lines.greatest_depth == 1:
+        if not few and (style.by_level or style.inside or self.lines.greatest_depth == 1):
             for delay in range(self.lines.greatest_depth + 1):
                 timed = by_level(self.lines, edges, delay)
                 self._add(style, edges, TransferOrder(timed.rounds, timed.seconds([self.size])))
         if not style.by_level:
-            self._add_batches(style, edges, _BATCHES)
+            self._add_batches(style, edges, _HALVES if few else _BATCHES)
 
     def add_parts(self, most: int) -> None:
         """Try smaller batches of the trees of the ``most`` best styles."""
@@ -162,12 +163,13 @@ def faster_between_hosts(request: Request, best: Pieces) -> Pieces:
         if len(roots) > 1:  # the trees of a root are few
             styles = list(dict.fromkeys(each.style for each in tried))[:_KEPT] if search.least_s < before else []
     long = _least_seconds(request, topology, roots) > _LONG * lines.crossing_s
-    for packed in _packed_styles(lines, long) if len(roots) > 1 else ():
+    for number, packed in enumerate(_packed_styles(lines, long) if len(roots) > 1 else ()):
         assert packed.inside is not None
         shares = len(packed.inside.trees[0])
         search = _CrossingSearch(lines, roots, shares, request.nbytes, math.inf, len(tried))
-        search.add_style(packed)
-        search.add_parts(1)
+        search.add_style(packed, few=number > 0)
+        if not number:
+            search.add_parts(1)
         tried = sorted([*tried, *search.tried])
     factor = 1 + paired
     chosen = [each for each in tried[:_TIMED] if each.seconds * factor < goal]
@@ -233,16 +235,18 @@ def _all_stages(lines: Wires) -> list[_Stages]:
     several = lines.greatest_depth > 1
     far = max(lines.to_card) > 0
     copies = _COPIES if len({len(members) for members in lines.hosts}) > 1 else 1
+    single = list(_few_step_landings(lines)) if several else []
+    if single:
+        both = [
+            (_Stages(stops=False, landed=landed), _Stages(stops=True, landed=landed, late=True)) for landed in single
+        ]
+        return [_Stages(stops=True), *chain(*both)]
     found = [
         _Stages(stops, apart=apart, copies=copies)
         for stops in ((False, True) if far else (False,))
         for apart in ((True, False) if several else (True,))
     ]
-    if far and not several:
-        found.append(_Stages(stops=True, lands=(AT_CARD, RELAYED), apart=False))
-    for landed in _few_step_landings(lines) if several else ():
-        found += [_Stages(stops=False, landed=landed), _Stages(stops=True, landed=landed, late=True)]
-    return found
+    return [*found, _Stages(stops=True, lands=(AT_CARD, RELAYED), apart=False)] if far and not several else found
 
 
 def _few_step_landings(lines: Wires) -> Iterator[tuple[TreesInside, tuple[int, ...]]]:
@@ -338,7 +342,7 @@ def _few_steps(lines: Wires, steps: int, root: int | None = None) -> tuple[Trees
     if root is None:
         parts = [1] * len(trees[0])
     every = _in_all_hosts(lines, trees) if len(parts) <= _MOST_PACKED else None
-    return every and (every, tuple(parts))
+    return None if every is None else (every, tuple(parts))
 
 
 def _rounded(columns: Sequence[tuple[int, Column]]) -> list[tuple[int, Column]]:

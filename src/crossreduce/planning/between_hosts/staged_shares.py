@@ -10,14 +10,16 @@ Source: Kelley, The cutting-plane method for solving convex programs, SIAM J. 8(
 from __future__ import annotations
 
 import math
+from itertools import permutations
 from typing import Any, Final, NamedTuple
 
 from .crossing_trees import Edge, Style, Wires, edges_of
 from .list_scheduler import TransferOrder, in_stages
 
-_GAP: Final = 0.003  # the search ends when the time exceeds the lower bound by at most this part
+_GAP: Final = 0.001  # the search ends when the time exceeds the lower bound by at most this part
 _MOST_PROGRAMS: Final = 40
 _UNITS: Final = (16, 32, 64)  # sizes are multiples of 1 / 16 of a device's data, or finer if this takes less time
+_FEW_SIZES: Final = 4  # with more sizes, moving a unit from one to another saves less
 
 
 class Share(NamedTuple):
@@ -70,7 +72,13 @@ def staged(wires: Wires, shares: list[Share], nbytes: float, goal_s: float, *, a
         return None
     found: Staged | None = None
     for units in _UNITS:
-        sizes = _in_units(best, kinds, units)[number] * weights
+        whole_units = _in_units(best, kinds, units)
+        for down, up in permutations(range(len(kinds)), 2) if len(kinds) <= _FEW_SIZES and not kinds.any() else ():
+            moved = whole_units.copy()
+            moved[[down, up]] += (-1, 1)
+            if moved[down] >= 0 and slope(moved / units)[0] < slope(whole_units / units)[0]:
+                whole_units = moved
+        sizes = whole_units[number] * weights
         kept = np.flatnonzero(sizes)
         numbered = {int(share): k for k, share in enumerate(kept)}
         place, left = {-1: -1}, list[Edge]()
