@@ -34,6 +34,17 @@ class Edge(NamedTuple):
     hop: Hop
     parent: int
     crosses: bool  # to another host
+    level: int  # inside a host, the number of edges (or of steps) before it; 0 for an edge to another host
+
+
+Tree = tuple[tuple[int, int, int], ...]  # (step, source, destination), sorted by step
+
+
+class TreesInside:
+    """The trees of shares inside hosts: for each device, those of shares that start or land there."""
+
+    def __init__(self, trees: Sequence[Sequence[Tree]]) -> None:
+        self.trees = trees
 
 
 class Style(NamedTuple):
@@ -43,9 +54,9 @@ class Style(NamedTuple):
     lands: int  # where it is copied from: AT_CARD, SPREAD or RELAYED
     landings: int = 1  # how often it crosses to each host; more than once only AT_CARD
     by_level: bool = False  # whether links inside a host carry equal parts at each level of the trees, not only in all
-    # For each device, the trees inside its host of the shares that start or land there, as pairs of devices from the
-    # root outwards; (): the trees have the fewest levels. All devices have equally many trees, and as many shares.
-    packed: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
+    inside: TreesInside | None = None  # ``None``: the trees inside a host have the fewest levels
+    landed: TreesInside | None = None  # the same for shares that have landed
+    tree: int = 0  # which of these trees
 
 
 # Where a share that has crossed is copied from: the device at the card; any device of the host, so that all of them
@@ -146,6 +157,12 @@ class Wires:
                         queue.append(other)
         return self._depths[roots]
 
+    @cached_property
+    def to_card(self) -> list[int]:
+        """For each device, the hops to the nearest device of its host that has a route to another host of its own."""
+        cards = {hop.src for hops in self.crossings.values() for hop in hops}
+        return [min(hops for at, hops in self.depths((k,)).items() if at in cards) for k in range(len(self.devices))]
+
     def path(self, src: int, dst: int) -> tuple[str, ...]:
         """Return the nodes of a route inside a host, perhaps through other devices."""
         nodes = self.devices[dst : dst + 1]
@@ -184,16 +201,17 @@ class _Load:
 class _Trees:
     """The edges of the trees so far."""
 
-    def __init__(self, wires: Wires, style: Style) -> None:
-        self.wires, self.load, self.style = wires, _Load(wires), style
+    def __init__(self, wires: Wires) -> None:
+        self.wires, self.load = wires, _Load(wires)
         self.edges: list[Edge] = []
         self.levels: list[int] = []  # of each edge: how many edges are above it
 
-    def add(self, share: int, hop: Hop, parent: int, *, crosses: bool = False) -> int:
+    def add(self, share: int, hop: Hop, parent: int, *, crosses: bool = False, step: int = -1) -> int:
         """Add an edge, and return its number."""
         level = 0 if parent < 0 else self.levels[parent] + 1
         self.load.add(hop, level)
-        self.edges.append(Edge(share, hop, parent, crosses))
+        inside = 0 if crosses or parent < 0 or self.edges[parent].crosses else self.edges[parent].level + 1
+        self.edges.append(Edge(share, hop, parent, crosses, max(inside, step)))
         self.levels.append(level)
         return len(self.edges) - 1
 
@@ -202,15 +220,18 @@ class _Trees:
         if dst != src:
             have[dst] = self.add(share, self.wires.hop(self.wires.path(src, dst)), have[src])
 
-    def spread(self, share: int, have: dict[int, int], roots: tuple[int, ...]) -> dict[int, int]:
+    def spread(
+        self, share: int, have: dict[int, int], roots: tuple[int, ...], style: Style, inside: TreesInside | None
+    ) -> dict[int, int]:
         """Add the edges that copy a share from ``roots`` to the other devices of their host.
 
         ``have`` contains the edges that bring the share to some of them. Return it with an edge for each device.
         """
         wires, load = self.wires, self.load
-        if self.style.packed:
-            for src, dst in self.style.packed[roots[0]][share % len(self.style.packed[roots[0]])]:
-                have[dst] = self.add(share, wires.inside[src, dst], have[src])
+        if inside:
+            trees = inside.trees[roots[0]]
+            for step, src, dst in trees[style.tree % len(trees)]:
+                have[dst] = self.add(share, wires.inside[src, dst], have[src], step=step)
             return have
         depth = wires.depths(roots)
         ups = list(roots)
@@ -219,7 +240,7 @@ class _Trees:
                 hops = [wires.inside[up, node] for up in ups if depth[up] < depth[node] and (up, node) in wires.inside]
 
                 def price(hop: Hop) -> tuple[float, ...]:
-                    if not self.style.by_level:
+                    if not style.by_level:
                         return depth[hop.src], load.after(hop), hop.src
                     parent = have[hop.src]
                     level = 0 if parent < 0 else self.levels[parent] + 1
@@ -233,20 +254,24 @@ class _Trees:
 
 
 @lru_cache(maxsize=64)
-def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge, ...]:
-    """Return the edges of the trees of shares that start at some devices. Parents come before their children."""
-    trees = _Trees(wires, style)
+def edges_of(wires: Wires, starts: tuple[int, ...], *styles: Style) -> tuple[Edge, ...]:
+    """Return the edges of the trees of shares that start at some devices. Parents come before their children.
+
+    The style of share k is ``styles[k % len(styles)]``. All styles have equally many landings.
+    """
+    trees = _Trees(wires)
     inside: list[dict[int, int]] = []  # for each share, the edge that brings it to a device of its host
     rooted = len(set(starts)) == 1
     for share, start in enumerate(starts):
+        style = styles[share % len(styles)]
         have, members = {start: -1}, wires.hosts[wires.host_of[start]]
         target = members[share % len(members)] if rooted and style.lands == RELAYED else start
         trees.relay(share, have, start, target)
-        inside.append(trees.spread(share, have, (target,)))
+        inside.append(trees.spread(share, have, (target,), style, style.inside))
     landed = [0] * len(wires.devices)
-    crossings_of = _crossings(wires, starts, style.landings)
+    crossings_of = _crossings(wires, starts, styles[0].landings)
     for share in _in_turn(starts):
-        start = starts[share]
+        start, style = starts[share], styles[share % len(styles)]
         for crossings in crossings_of[share]:
             have = {}
             for crossing in crossings:
@@ -265,7 +290,7 @@ def edges_of(wires: Wires, starts: tuple[int, ...], style: Style) -> tuple[Edge,
                 hop = wires.hop((*before, *crossing.nodes, *after)) if before or after else crossing
                 have[card] = trees.add(share, hop, parent, crosses=True)
             trees.relay(share, have, card, target)
-            trees.spread(share, have, tuple(have) if style.landings > 1 else (target,))
+            trees.spread(share, have, tuple(have) if style.landings > 1 else (target,), style, style.landed)
     return tuple(trees.edges)
 
 

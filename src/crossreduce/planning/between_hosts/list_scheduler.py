@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from .crossing_trees import Edge, Wires
 
@@ -47,10 +47,10 @@ class TimedRounds:
         for k, number in enumerate(numbers):
             by_number.setdefault(number, []).append(k)
         self.rounds = [by_number[number] for number in sorted(by_number)]
-        self.seconds_per_byte = np.array(wires.seconds_per_byte)
-        self.share = np.array([edge.share for edge in edges])
+        self._seconds_per_byte = np.array(wires.seconds_per_byte)
+        self._share = np.array([edge.share for edge in edges])
+        self._parent = np.array([edge.parent for edge in edges])
         latency_s = np.array([edge.hop.latency_s for edge in edges])
-        parent = np.array([edge.parent for edge in edges])
         links = [edge.hop.links for edge in edges]
         self._arrays = []  # of each round
         for edges_of_round in self.rounds:
@@ -58,21 +58,50 @@ class TimedRounds:
             counts = np.array([len(each) for each in of_round])
             used = np.array([link for each in of_round for link in each])
             first = np.concatenate([[0], np.cumsum(counts)[:-1]])
-            self._arrays.append((listed, parent[listed], latency_s[listed], counts, used, first))
+            self._arrays.append((listed, self._parent[listed], latency_s[listed], counts, used, first))
 
     def seconds(self, share_bytes: Sequence[float]) -> float:
         """Return the seconds if share k has ``share_bytes[k % len(share_bytes)]`` bytes."""
+        return float(self._times(share_bytes)[1].max())
+
+    def _times(self, share_bytes: Sequence[float]) -> tuple[Any, Any, list[Any]]:
+        """Return when each edge starts and ends, and for each round the seconds of the transfers on each link."""
         import numpy as np
 
-        nbytes = np.array(share_bytes)[self.share % len(share_bytes)]
-        free = np.zeros(len(self.seconds_per_byte))
-        arrival = np.zeros(len(nbytes) + 1)  # the last one is that of a share at its start, whose parent is -1
+        nbytes = np.array(share_bytes)[self._share % len(share_bytes)]
+        free = np.zeros(len(self._seconds_per_byte))
+        begin, arrival = np.zeros(len(nbytes)), np.zeros(len(nbytes) + 1)  # parent -1 is the last one: a share's start
+        loads = []
         for listed, parent, latency_s, counts, used, first in self._arrays:
-            load = np.bincount(used, np.repeat(nbytes[listed], counts), len(free)) * self.seconds_per_byte
+            load = np.bincount(used, np.repeat(nbytes[listed], counts), len(free)) * self._seconds_per_byte
             start = np.maximum(arrival[parent], np.maximum.reduceat(free[used], first))
+            begin[listed] = start
             arrival[listed] = end = start + np.maximum.reduceat(load[used], first) + latency_s
             np.maximum.at(free, used, np.repeat(end, counts))
-        return float(arrival.max())
+            loads.append(load)
+        return begin, arrival, loads
+
+    def slope(self, share_bytes: Sequence[float]) -> tuple[float, Any]:
+        """Return the seconds, and for each share by how many seconds each byte of it makes the critical path longer.
+
+        The seconds are a convex function of the sizes: maxima of sums of them.
+        """
+        import numpy as np
+
+        begin, arrival, loads = self._times(share_bytes)
+        slope, before, parent, links = np.zeros(len(share_bytes)), arrival.max(), -1, None
+        seconds = float(before)
+        for (listed, parents, _, counts, used, first), load in zip(self._arrays[::-1], loads[::-1], strict=True):
+            ends = arrival[listed] == before
+            if links is not None:  # the next edge of the path waits for its parent, or until its links are free
+                ends &= (listed == parent) | np.logical_or.reduceat(np.isin(used, links), first)
+            if before > 0 and ends.any():
+                k = int(ends.argmax())
+                links, parent, before = used[first[k] : first[k] + counts[k]], parents[k], begin[listed[k]]
+                busiest = links[load[links].argmax()]
+                shares = self._share[np.repeat(listed, counts)[used == busiest]] % len(slope)
+                slope += np.bincount(shares, minlength=len(slope)) * self._seconds_per_byte[busiest]
+        return seconds, slope
 
 
 def by_level(wires: Wires, edges: Sequence[Edge], delay: int) -> TimedRounds:
@@ -84,35 +113,39 @@ def by_level(wires: Wires, edges: Sequence[Edge], delay: int) -> TimedRounds:
     return TimedRounds(wires, edges, level)
 
 
-def in_stages(wires: Wires, edges: Sequence[Edge], groups: int, *, apart: bool) -> TimedRounds:
-    """Return rounds in which the shares cross in groups: share k belongs to the group ``k % groups``.
+def in_stages(wires: Wires, edges: Sequence[Edge], groups: Sequence[int], *, apart: bool) -> TimedRounds:
+    """Return rounds in which the shares cross in groups: share k belongs to the group ``groups[k % len(groups)]``.
 
     First, shares move to the devices from which they cross. Then the groups cross in turn, while shares are copied
-    within their own hosts. In the other hosts, each group is copied in rounds of its own if they are ``apart``.
-    Otherwise it is copied in a pipeline: each level beside the next level of the group before.
+    within their own hosts. A group of shares that need not move first crosses at once. In the other hosts, each group
+    is copied in rounds of its own if they are ``apart``. Otherwise it is copied in a pipeline: each level beside the
+    next level of the group before.
     """
     leads = [edge.crosses for edge in edges]
     landed = [False] * len(edges)  # whether an edge is below a crossing
-    level: list[int] = []  # above the crossing, or below it
+    level = [edge.level for edge in edges]
     for k, edge in enumerate(edges):
-        parent = edge.parent
-        landed[k] = parent >= 0 and (landed[parent] or edges[parent].crosses)
-        level.append(0 if parent < 0 or edges[parent].crosses else level[parent] + 1)
+        landed[k] = edge.parent >= 0 and (landed[edge.parent] or edges[edge.parent].crosses)
     for k in range(len(edges) - 1, -1, -1):
         if edges[k].parent >= 0 and leads[k]:
             leads[edges[k].parent] = True
+    group = [groups[edge.share % len(groups)] for edge in edges]
+    crossing = [0] * (max(groups) + 1)  # the rounds in which the groups cross
+    for k, edge in enumerate(edges):
+        if edge.crosses:
+            crossing[group[k]] = max(crossing[group[k]], 1 + level[edge.parent] if edge.parent >= 0 else 0)
+    for g in range(1, len(crossing)):
+        crossing[g] = max(crossing[g], crossing[g - 1] + 1)
     before = 1 + max((level[k] for k, edge in enumerate(edges) if leads[k] and not edge.crosses), default=-1)
-    after = before + groups
     depth = 1 + max((level[k] for k in range(len(edges)) if landed[k]), default=0)
     numbers: list[int] = []
     for k, edge in enumerate(edges):
-        group = edge.share % groups
         if landed[k]:
-            numbers.append(after + group * (depth if apart else 1) + level[k])
+            numbers.append(crossing[-1] + 1 + group[k] * (depth if apart else 1) + level[k])
         elif edge.crosses:
-            numbers.append(before + group)
+            numbers.append(crossing[group[k]])
         else:
-            earliest = numbers[edge.parent] + 1 if edge.parent >= 0 else 0
+            earliest = max(level[k], numbers[edge.parent] + 1 if edge.parent >= 0 else 0)
             numbers.append(earliest if leads[k] else max(before, earliest))
     return TimedRounds(wires, edges, numbers)
 
