@@ -7,13 +7,11 @@ Output: ops for a queue, which runs them in the order of the calls, and messages
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -31,7 +29,7 @@ from .collectives import Collectives
 from .connections import close, connect, require_place
 from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
-from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, wait_in_backward
+from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, is_called_by_backward, wait_in_backward
 from .options import all_reduce_arguments, prepared_calls, read_options
 from .profiling import begin_entry, entry, is_profiled
 from .rendezvous import lost_store_errors
@@ -414,7 +412,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 work = self.queue.run(function, written, is_async)
         else:
             work = self.queue.run(function, written, is_async)
-        if is_async and torch._C._current_graph_task_id() != -1 and _is_called_by_backward():
+        if is_async and torch._C._current_graph_task_id() != -1 and is_called_by_backward(__file__):
             wait_in_backward(work)
         return work
 
@@ -450,14 +448,3 @@ Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
 Group._reduce_scatter_base = Group.reduce_scatter_single
 Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
 Group.alltoall_base = Group.all_to_all_single
-
-
-def _is_called_by_backward() -> bool:
-    """Return whether C++ called this group's collective in a backward pass.
-
-    If so, the next Python frame outside of this file is the one that started the backward pass.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"

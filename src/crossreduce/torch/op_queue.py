@@ -11,11 +11,13 @@ import inspect
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -365,6 +367,17 @@ def wait_in_backward(work: Any) -> None:
     The callback that is queued here runs before the one that DDP queues after its last bucket.
     """
     torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+
+
+def is_called_by_backward(file: str) -> bool:
+    """Return whether C++ called the calling method, in ``file``, in a backward pass.
+
+    If so, the next Python frame outside of that file is the one that started the backward pass.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == file:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 _FORKED: Final = "a process group cannot be used in a process that was forked from the one that made it."
