@@ -54,6 +54,8 @@ def register() -> None:
         _warn_of_torch("it has no _new_process_group_helper")
     if hasattr(torch_groups, "monitored_barrier"):
         dist.monitored_barrier = torch_groups.monitored_barrier = _barrier_of_ours(torch_groups)
+    if hasattr(torch_groups, "_shutdown_backend"):  # torch 2.4 to 2.6
+        torch_groups._shutdown_backend = _shutdown_of_ours(torch_groups._shutdown_backend)
     if _value() in VALUES[1:] and hasattr(torch_groups, "ProcessGroupGloo"):
         _announce_direct_groups(torch_groups.ProcessGroupGloo)
 
@@ -201,6 +203,18 @@ def _barrier_of_ours(torch_groups: Any) -> Any:
         return of_gloo(group, timeout, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _shutdown_of_ours(of_nccl: Any) -> Any:
+    """Return torch's function that shuts down a group that is destroyed, which it does only for NCCL, for ours, too."""
+
+    @functools.wraps(of_nccl)
+    def shutdown(group: Any) -> None:
+        if type(group).__module__.startswith("crossreduce."):
+            group.shutdown()
+        of_nccl(group)
+
+    return shutdown
 
 
 def _announce_direct_groups(gloo: Any) -> None:

@@ -6,6 +6,7 @@ caller's thread if no other op is pending. All other calls run in one thread of 
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import math
@@ -170,11 +171,12 @@ class Queued(Finished):
         self._running.release()
         if KEEPS_WORKS:
             release(self, self._tensors)
-        if self._error is not None:
+        if self._error is not None:  # a copy avoids a cycle: raised errors refer to frames, and these to this work
+            error = copy.copy(self._error) if isinstance(self._error, ReductionError) else self._error
             try:
-                raise self._error
+                raise error from self._error.__cause__
             finally:
-                del self  # breaks a cycle: this op refers to the error, and the error to this frame
+                del error, self  # of other errors
         return True
 
     def is_completed(self) -> bool:

@@ -171,7 +171,7 @@ DAMAGE = [
     (listed(lambda about: about.update(collective="broadcast")), 1, "its collective is all_reduce, unlike"),
     (lambda folder: (folder / "msccl" / "notes.txt").write_text(""), 2, "notes.txt is not listed in ranks.json"),
     (lambda folder: (folder / JSON).unlink(), 2, "No such file"),
-    (edit("ranks.json", lambda _: "{}"), 2, "is not the list of a bundle: 'format' is missing"),
+    (edit("ranks.json", lambda _: "{}"), 2, "is not the list of a bundle: it lacks 'format'"),
     (entry(format="mscclpp"), 2, "which is not a file of its format"),
     (entry(file="../all_reduce_0.xml"), 2, "which is not a file of its"),
     (listed(lambda about: about.update(files=[])), 2, "it must list ranks and files"),

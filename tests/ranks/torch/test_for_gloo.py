@@ -19,9 +19,9 @@ from _crossreduce_torch import VARIABLE
 from crossreduce.errors import ArgumentError, BackendError, CollectiveTimeout, MismatchError, UnsupportedError
 
 ON, OFF = {VARIABLE: "1"}, {VARIABLE: ""}
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 REAL = c10d._new_process_group_helper.__wrapped__  # torch's function
-NEW_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-BUILT_IN = {"GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE"} if NEW_TORCH else set()  # plug-ins of torch itself
+BUILT_IN = {"GLOO", "NCCL", "MPI", "UCC", "XCCL", "FAKE"} if TORCH >= (2, 15) else set()  # plug-ins of torch itself
 
 
 def begin(rendezvous, folder, backend="gloo", **options):
@@ -41,7 +41,9 @@ def total(group=None):
 
 def names(group=None):
     """Return what a program can read of a group's backend."""
-    return dist.get_backend(group), dist.get_backend_config(group), (group or dist.group.WORLD)._get_backend_name()
+    own = (group or dist.group.WORLD)._get_backend_name()
+    own = "gloo" if TORCH < (2, 5) and own in ("undefined", "cpu:gloo") else own  # torch 2.4 repeats the request
+    return dist.get_backend(group), dist.get_backend_config(group), own
 
 
 def requests(rendezvous, folder, backend):
@@ -380,6 +382,15 @@ def test_torch_does_not_warn_because_of_the_library(tmp_path, backend, capfd):
     assert c10d.Backend._plugins["CROSSREDUCE"]
     ranks(1, one_rank, tmp_path, backend, environment=[OFF])
     assert "No backend of type" not in capfd.readouterr().err
+
+
+def test_destroyed_groups_are_shut_down_with_an_earlier_torch():
+    """torch 2.4 to 2.6 shuts down only NCCL when a group is destroyed. There ours is shut down, too."""
+    ended, other = [], types.SimpleNamespace()
+    ours = type("Ours", (), {"__module__": crt.Group.__module__, "shutdown": lambda _: ended.append("shutdown")})()
+    for group in (ours, other):
+        entry._shutdown_of_ours(ended.append)(group)
+    assert ended == ["shutdown", ours, other]
 
 
 class OfAnotherTorch(crt.Group):

@@ -183,6 +183,11 @@ def unsupported_calls(c):
     dist.barrier()
 
 
+def reduce_and_wait(tensor, asynchronous):
+    work = dist.all_reduce(tensor, async_op=asynchronous)
+    work.wait()  # its error refers to this frame, which refers to the work
+
+
 @CHECKS.add
 def failed_ops_release_their_tensors(c):
     """After an op has failed, its tensor is in no reference cycle: it is released without the garbage collector."""
@@ -192,13 +197,11 @@ def failed_ops_release_their_tensors(c):
             tensor, failed = torch.ones(3 + c.rank), False
             released = weakref.ref(tensor)
             try:
-                work = dist.all_reduce(tensor, async_op=asynchronous)
-                work.wait()
+                reduce_and_wait(tensor, asynchronous)
             except ValueError:  # not by ``raises``, whose frame would refer to the error
                 failed = True
             assert failed
             del tensor
-            work = None
             wait_until(lambda released=released: released() is None)  # the queue's thread may be a little later
     finally:
         gc.enable()
