@@ -54,7 +54,7 @@ def register() -> None:
         _warn_of_torch("it has no _new_process_group_helper")
     if hasattr(torch_groups, "monitored_barrier"):
         dist.monitored_barrier = torch_groups.monitored_barrier = _barrier_of_ours(torch_groups)
-    if hasattr(torch_groups, "_shutdown_backend"):  # torch 2.4 to 2.6
+    if hasattr(torch_groups, "_shutdown_backend"):  # torch 2.4
         torch_groups._shutdown_backend = _shutdown_of_ours(torch_groups._shutdown_backend)
     if _value() in VALUES[1:] and hasattr(torch_groups, "ProcessGroupGloo"):
         _announce_direct_groups(torch_groups.ProcessGroupGloo)

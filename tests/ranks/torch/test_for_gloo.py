@@ -385,7 +385,7 @@ def test_torch_does_not_warn_because_of_the_library(tmp_path, backend, capfd):
 
 
 def test_destroyed_groups_are_shut_down_with_an_earlier_torch():
-    """torch 2.4 to 2.6 shuts down only NCCL when a group is destroyed. There ours is shut down, too."""
+    """torch 2.4 shuts down only NCCL when a group is destroyed. There ours is shut down, too."""
     ended, other = [], types.SimpleNamespace()
     ours = type("Ours", (), {"__module__": crt.Group.__module__, "shutdown": lambda _: ended.append("shutdown")})()
     for group in (ours, other):
