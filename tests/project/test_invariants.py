@@ -93,7 +93,8 @@ HARMLESS = {
 }
 # Pure code that computes with arrays, and solves linear programs or least-squares problems.
 LP = "planning.optimal.few_step.tree_program"
-WITH_SCIPY = ("planning.optimal.bounds.solver", "planning.optimal.bounds.steiner", "planning.calibration", LP)
+STAGES = "planning.between_hosts.staged_shares"
+WITH_SCIPY = ("planning.optimal.bounds.solver", "planning.optimal.bounds.steiner", "planning.calibration", LP, STAGES)
 FEW_STEP = "planning.optimal.few_step.switch_routes"
 ROUNDS = "planning.between_hosts.list_scheduler"
 WITH_NUMPY = (*WITH_SCIPY, FEW_STEP, ROUNDS, "topology.automorphisms", "schedule.link_use", "schedule.clock")
