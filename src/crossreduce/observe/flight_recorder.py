@@ -289,6 +289,7 @@ def _threads() -> tuple[Thread, ...]:
 
 
 @cache
+@cache
 def version() -> str:
     """Return the version of crossreduce."""
     with suppress(importlib.metadata.PackageNotFoundError):

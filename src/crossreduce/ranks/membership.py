@@ -6,7 +6,6 @@ every rank. A rank that fails here releases all of them.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -37,7 +36,7 @@ from .connections.peer_requests import Place
 from .connections.peers import Hosts, Membership, PeerInfo
 from .failures.abort import copy_error
 from .inter_host.host_links import NETWORK_REMEDY, HostLinks
-from .intra_host.bootstrap import bootstrap
+from .intra_host.bootstrap import BootstrapResult, bootstrap, settled
 from .intra_host.instructions import READABLE_BUFFERS
 from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
 from .intra_host.shared_memory import SPIN_S, RankMemory
@@ -72,7 +71,7 @@ def join(
     try:
         host = JoinedHost(rendezvous, numbers, name, listen_at, wanted, transport)
         connected = host.transport
-        if connected is None and callable(transport):
+        if connected is None and callable(transport) and len(host.members.hosts) > 1:
             connected = host.connect(rendezvous, transport, timeout_s)
         _require_transport(host.members, connected)
     except Exception as error:
@@ -96,7 +95,7 @@ class JoinedHost:
     """A rank that shares memory with the other ranks of its host and answers requests of all ranks.
 
     ``reads_peers``: whether every rank can read the memory of the processes of all other ranks. ``transport``: the one
-    that was given, or, if all ranks are on one host, what the given function has returned, or ``None``.
+    that was given, or ``None``.
     """
 
     def __init__(
@@ -115,14 +114,15 @@ class JoinedHost:
         hostname, offered = socket.gethostname(), offer(wanted)
         own = PeerInfo(os.getpid(), hostname, os.urandom(8).hex(), peer_requests.listen(listen_at), offered)
         try:
-            hosts, self.memory, infos = _shared_memory(rendezvous, global_ranks, json.dumps(own))
+            shared, self.memory, self.reads_peers = _shared_memory(rendezvous, global_ranks, own)
+            hosts = shared.hosts
         except BaseException:
             peer_requests.unregister(token, None, listen_at)
             raise
         try:
             peers = tuple(
                 PeerInfo(pid, host, text, Place.read(place), Offer(*theirs))
-                for pid, host, text, place, theirs in map(json.loads, infos)
+                for pid, host, text, place, theirs in shared.values
             )
             self.members = Membership(name, rank, global_ranks, hosts, peers)
             self.links = HostLinks(self.members)
@@ -131,17 +131,12 @@ class JoinedHost:
             peer_requests.register(token, self.agreements.answer, listen_at)
             about: dict[str, str | int] = {"name": name, "token": token, "version": flight_recorder.version()}
             self.memory.describe(global_ranks, about | {"size": size, "hosts": len(hosts)})
-            if callable(transport) and len(hosts) == 1:  # it connects to no rank
-                self.transport = transport(threading.Event(), hosts, "tcp")
-            reads = 1 < len(self.memory.host) == size <= READABLE_BUFFERS and self.memory.can_read_all()
-            # After this, every rank answers the requests of others.
-            self.reads_peers = all(rendezvous.all_gather(b"1" if reads else b""))
+            if len(hosts) > 1 and self.transport is not None:  # else ``connect`` does this
+                rendezvous.all_gather(b"")  # after this, every rank answers the requests of ranks of other hosts
             _require_one_rank_per_process(self.members, self.memory)
         except BaseException:
             peer_requests.unregister(token, None, listen_at)
             self.memory.close()
-            if callable(transport) and self.transport is not None:
-                self.transport.close()
             raise
 
     def leave(self) -> None:
@@ -214,9 +209,9 @@ def _require_shared_memory() -> None:
 
 
 def _shared_memory(
-    rendezvous: Rendezvous, global_ranks: tuple[int, ...], text: str
-) -> tuple[Hosts, RankMemory, list[str]]:
-    """Return the ranks of each host, the memory of this rank's host, and the ``text`` of each rank."""
+    rendezvous: Rendezvous, global_ranks: tuple[int, ...], info: PeerInfo
+) -> tuple[BootstrapResult, RankMemory, bool]:
+    """Return the hosts and the ``info`` of each rank, as JSON, this host's memory, and the value of ``reads_peers``."""
     if kernels.instruction_set() == "numpy":
         remedy = "unset CROSSREDUCE_KERNELS, or install crossreduce with a C++ compiler"
         raise BackendError.of("ranks need the compiled kernels.", "kernels in NumPy", remedy)
@@ -234,18 +229,33 @@ def _shared_memory(
     def first(ranks: int, hosts: int) -> list[tuple[int, int]]:
         return RankMemory.first(ranks, slot_nbytes(ranks), nbytes(ranks, hosts))
 
-    shared = bootstrap(rendezvous, nbytes, global_ranks, first, text)
-    host, count = shared.host, len(shared.host)
-    spin_s = SPIN_S if count <= shared.cpus else 0.0
+    def mapped(shared: BootstrapResult) -> RankMemory:
+        count = len(shared.host)
+        spin_s = SPIN_S if count <= shared.cpu_count else 0.0
+        sizes = slot_nbytes(count), size, len(shared.hosts), spin_s, turns(count)
+        try:
+            return RankMemory(shared.fd, shared.host, rendezvous.rank, *sizes, is_whole=count < size)
+        except OSError as error:
+            problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
+            raise ReductionError.of(problem, str(error), remedy) from error
+
+    shared = bootstrap(rendezvous, nbytes, global_ranks, first, info)
+    memory = mapped(shared)
+    if len(shared.hosts) > 1:
+        return shared, memory, False
     try:
-        memory = RankMemory(
-            *(shared.fd, host, rendezvous.rank, slot_nbytes(count), size, len(shared.hosts), spin_s, turns(count)),
-            is_whole=count < size,
-        )
-    except OSError as error:
-        problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
-        raise ReductionError.of(problem, str(error), remedy) from error
-    return shared.hosts, memory, shared.texts
+        reads = memory.vote(1 < size <= READABLE_BUFFERS and memory.can_read_all())
+        if reads is None:  # some ranks are late, or have no memory
+            shared = settled(shared._replace(fd=-1), rendezvous, nbytes, global_ranks)
+            if len(shared.hosts) > 1:
+                memory.close()
+                return shared, mapped(shared), False
+            reads = 1 < size <= READABLE_BUFFERS and memory.can_read_all()
+            reads = all(rendezvous.all_gather(b"1" if reads else b""))
+    except BaseException:
+        memory.close()
+        raise
+    return shared, memory, reads
 
 
 def _require_transport(members: Membership, transport: Transport | None) -> None:

@@ -90,12 +90,16 @@ class SocketRendezvous:
             assert connection.poll(timeout + 100), "the store does not answer"
             return connection.recv()
 
-    def all_gather(self, payload):
+    def first(self, key, value):
+        return self.query("put", [(self.name, "first", key)], value)[0]
+
+    def all_gather(self, payload, meanwhile=lambda: None):
         if cause := self.abort_cause():
             raise decoded(cause)
         self.calls += 1
         keys = [(self.name, self.calls, rank) for rank in range(self.size)]
         self.query("put", [keys[self.rank]], payload)
+        meanwhile()
         found = self.query("get", keys, timeout=self.timeout_s)
         late = [rank for rank, value in enumerate(found) if value is None]
         if late and (cause := self.abort_cause()):

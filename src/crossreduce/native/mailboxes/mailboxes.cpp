@@ -6,6 +6,7 @@
 #include "futex.hpp"
 
 #if defined(__linux__)
+#include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -39,10 +40,13 @@ uint64_t record_nbytes(uint64_t length) {
 
 } // namespace
 
-int64_t Mailboxes::nbytes(int ranks) {
+int64_t Mailboxes::head_nbytes(int ranks) {
     const auto n = static_cast<int64_t>(ranks);
-    return n * static_cast<int64_t>(sizeof(Box)) +
-           n * n * (static_cast<int64_t>(sizeof(Ring)) + static_cast<int64_t>(ring_capacity(ranks)));
+    return n * static_cast<int64_t>(sizeof(Box)) + n * n * static_cast<int64_t>(sizeof(Ring));
+}
+
+int64_t Mailboxes::nbytes(int ranks) {
+    return head_nbytes(ranks) + int64_t{ranks} * ranks * static_cast<int64_t>(ring_capacity(ranks));
 }
 
 #if defined(__linux__)
@@ -88,6 +92,8 @@ Mailboxes *Mailboxes::map(int fd, int64_t offset, int rank, int ranks, int64_t s
     Mailboxes *made = over(at, rank, ranks, spin_ns, may_read);
     made->mapped = at;
     made->mapped_nbytes = size;
+    made->file = fd;
+    made->rings_offset = offset + head_nbytes(ranks) + rank * ranks * static_cast<int64_t>(made->capacity);
     return made;
 }
 
@@ -154,6 +160,14 @@ bool Mailboxes::put(int dst, const Record &record, const char *payload) {
             tail = to.tail.load();
             if (head + size - tail > capacity) return false;
         }
+    }
+    // An access to memory that the system could not allocate would kill the process.
+    if (file >= 0) {
+        for (int failure = EINTR; failure != 0;)
+            if ((failure = posix_fallocate(file, rings_offset, ranks * static_cast<int64_t>(capacity))) != 0 &&
+                failure != EINTR)
+                throw std::bad_alloc();
+        file = -1;
     }
     char *at = bytes + static_cast<uint64_t>(rank * ranks + dst) * capacity;
     const auto copy = [&](uint64_t position, const void *from, uint64_t count) {
