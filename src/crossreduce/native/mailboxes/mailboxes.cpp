@@ -6,7 +6,6 @@
 #include "futex.hpp"
 
 #if defined(__linux__)
-#include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -161,14 +160,7 @@ bool Mailboxes::put(int dst, const Record &record, const char *payload) {
             if (head + size - tail > capacity) return false;
         }
     }
-    // An access to memory that the system could not allocate would kill the process.
-    if (file >= 0) {
-        for (int failure = EINTR; failure != 0;)
-            if ((failure = posix_fallocate(file, rings_offset, ranks * static_cast<int64_t>(capacity))) != 0 &&
-                failure != EINTR)
-                throw std::bad_alloc();
-        file = -1;
-    }
+    if (file >= 0) allocate_rings();
     char *at = bytes + static_cast<uint64_t>(rank * ranks + dst) * capacity;
     const auto copy = [&](uint64_t position, const void *from, uint64_t count) {
         const uint64_t begin = position % capacity, first = std::min(count, capacity - begin);
@@ -322,18 +314,6 @@ void Mailboxes::deliver(const Shared &message, int src, uint64_t nbytes, uint64_
         pulled[{src, offer}] = message;
         reply(src, PULL, offer);
     }
-}
-
-void Mailboxes::complete(const Shared &message, MessageStatus status) {
-    message->status.store(status);
-    if (message->forgotten) {
-        messages.erase(message->id);
-        ended.push_back(message->id);
-        has_ended.store(true, std::memory_order_relaxed);
-    }
-    unfinished--;
-    update_pending();
-    if (own().sleepers.load() > 0) notify(rank); // another thread of this rank may wait for this message
 }
 
 void Mailboxes::update_pending() { own().pending.store(unfinished + replies > 0); }

@@ -191,6 +191,7 @@ class Mailboxes {
     void call_for_help(int of) const;
     void wake_helper(int of) const;
     static bool has_memory();
+    void allocate_rings();
     void start_helper();
     void help();
     std::thread *start_thread(void (Mailboxes::*run)());
