@@ -289,7 +289,6 @@ def _threads() -> tuple[Thread, ...]:
 
 
 @cache
-@cache
 def version() -> str:
     """Return the version of crossreduce."""
     with suppress(importlib.metadata.PackageNotFoundError):

@@ -28,12 +28,14 @@ from ..errors import (
     ReductionError,
     encoded,
     message,
+    rank_list,
 )
 from ..observe import flight_recorder
 from .agreement.agreement import Agreements
 from .connections import peer_requests, shortage
 from .connections.peer_requests import Place
 from .connections.peers import Hosts, Membership, PeerInfo
+from .connections.rendezvous import interfaces
 from .failures.abort import copy_error
 from .inter_host.host_links import NETWORK_REMEDY, HostLinks
 from .intra_host.bootstrap import BootstrapResult, bootstrap, settled
@@ -110,6 +112,8 @@ class JoinedHost:
         _require_shared_memory()
         self._listen_at = listen_at
         self.transport = None if callable(transport) else transport
+        if callable(transport):
+            interfaces()  # if the user has named none of this host's, that is an error also if there are no other hosts
         token, rank, size = "", rendezvous.rank, rendezvous.size  # ``unregister`` takes "" until there is a token
         hostname, offered = socket.gethostname(), offer(wanted)
         own = PeerInfo(os.getpid(), hostname, os.urandom(8).hex(), peer_requests.listen(listen_at), offered)
@@ -133,7 +137,7 @@ class JoinedHost:
             self.memory.describe(global_ranks, about | {"size": size, "hosts": len(hosts)})
             if len(hosts) > 1 and self.transport is not None:  # else ``connect`` does this
                 rendezvous.all_gather(b"")  # after this, every rank answers the requests of ranks of other hosts
-            _require_one_rank_per_process(self.members, self.memory)
+            _require_one_rank_per_process(self.members)
         except BaseException:
             peer_requests.unregister(token, None, listen_at)
             self.memory.close()
@@ -265,14 +269,11 @@ def _require_transport(members: Membership, transport: Transport | None) -> None
         raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
 
 
-def _require_one_rank_per_process(members: Membership, memory: RankMemory) -> None:
-    # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
-    # with this process's pid that is not alive is a second rank of this process.
-    own = os.getpid()
-    others = [rank for rank in members.host if members.peers[rank].pid == own and not memory.alive(rank)]
-    if others:
-        ranks = ", ".join(str(members.global_ranks[rank]) for rank in sorted([*others, members.rank]))
-        given = f"ranks {ranks} in process {own}"
+def _require_one_rank_per_process(members: Membership) -> None:
+    # Processes have keys of their own. Their numbers may be equal, in two containers.
+    key = members.peers[members.rank].place.key
+    if len(ranks := [rank for rank in members.host if members.peers[rank].place.key == key]) > 1:
+        given = f"{rank_list(members.global_ranks[rank] for rank in ranks)} in process {os.getpid()}"
         raise ContextError.of("several ranks of the group are in one process.", given, "one process per rank")
 
 

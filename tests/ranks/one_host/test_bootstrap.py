@@ -212,7 +212,7 @@ def test_only_the_sender_can_send_to_a_receiver(sockets, monkeypatch):
         with socket.socket(socket.AF_UNIX, kind) as other, pytest.raises(OSError, match=r"refused|wrong type"):
             other.connect(name)
     monkeypatch.setattr(bootstrap, "_MEMORY_S", 0.05)
-    with pytest.raises(TimeoutError, match="timed out"):
+    with pytest.raises(TimeoutError, match="sent nothing"):
         bootstrap._receive_memory(receiver, 0)
     monkeypatch.undo()
     fd = bootstrap._memory(4096)
@@ -235,6 +235,18 @@ def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypa
         with pytest.raises(OSError, match=text):
             bootstrap._receive_memory(receiver, nbytes)
         assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_memory_of_a_rank_that_has_ended(sockets, monkeypatch):
+    """A rank stops waiting for memory when the rank that should send it has ended. What was sent before is used."""
+    sender, receiver, name, _ = sockets
+    monkeypatch.setattr(bootstrap, "_MEMORY_S", 1e6)
+    with os.fdopen(bootstrap._memory(4096)) as memory:
+        bootstrap._send(sender, memory.fileno(), [name])
+    sender.close()
+    os.close(bootstrap._receive_memory(receiver, 4096))
+    with pytest.raises(TimeoutError, match="has ended"):
+        bootstrap._receive_memory(receiver, 4096)
 
 
 def test_memory_that_its_owner_can_make_smaller_is_not_used(sockets):

@@ -101,8 +101,18 @@ def dies_at_connections(rank):
         tcp.connect = lambda *_args, **_options: dies(1)
 
 
+def dies_with_the_memory(rank):
+    """Let rank 1 make the memory of its host, and die when it has to send it."""
+    if rank == 1:
+        bootstrap._send = lambda *_: dies(1)
+    else:
+        time.sleep(0.3)
+
+
 @pytest.mark.parametrize(
-    ("before", "hosts", "place"), [(dies, "aaa", "tcp"), (dies_at_connections, "aab", "file")], indirect=["place"]
+    ("before", "hosts", "place"),
+    [(dies, "aaa", "tcp"), (dies_at_connections, "aab", "file"), (dies_with_the_memory, "aaa", "tcp")],
+    indirect=["place"],
 )
 def test_a_rank_that_dies_while_the_group_is_made(place, before, hosts):
     """If a rank dies before it joins, or while the ranks connect, all others raise the same CollectiveTimeout. They do

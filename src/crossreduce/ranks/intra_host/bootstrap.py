@@ -15,6 +15,7 @@ import secrets
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -34,6 +35,7 @@ _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process
 _LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
 _MOST_EARLY: Final = 16  # the ranks of a group for which memory is made before it is known that they are on one host
 _MEMORY_S: Final = 30.0  # how long a rank waits for the memory of another rank; it is sent at once
+_SLICE_S: Final = 0.05  # how often a rank that waits for it checks that the other rank has not ended
 _UNCHECKED: Final = 1 << 20  # bytes that a rank allocates without a check of the available memory, as any program does
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; Linux before 6.3 does not support it
 
@@ -305,8 +307,16 @@ def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
 def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
     """Return the file descriptor of the memory that another rank sends to this rank's receiver."""
     room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
-    receiver.settimeout(_MEMORY_S)
-    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    receiver.settimeout(_SLICE_S)
+    until, has_ended = time.monotonic() + _MEMORY_S, False
+    while True:
+        with suppress(TimeoutError):
+            _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+            break
+        if has_ended or time.monotonic() > until:
+            raise TimeoutError("that rank has ended, or has sent nothing")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:  # what was sent before the end is still read
+            has_ended = other.connect_ex(receiver.getpeername()) != 0
     data_of = {kind: data for _, kind, data in parts}
     if socket.SCM_RIGHTS not in data_of:
         raise OSError(errno.EBADMSG, "the message contained no file descriptor; see ulimit -n")
