@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
-from ..ranks.connections.rendezvous import MET, PAUSES_S, StoreRendezvous
+from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
 
 _PART: Final = 1 << 14  # bytes that are read at once of an answer
 _CONNECT_S: Final = 0.1  # how long a query waits for a new connection to a store that answers again
+_WAIT_S: Final = 1e-3  # of a request to wait for values; other threads that use the connection wait as long
 _CLOSED: Final = "the connection was closed at the other end"
 # The requests of torch's own client in the byte order of the machine: the kind in one byte, and texts after their
 # lengths. The first request is a constant.
@@ -87,7 +88,7 @@ class TorchRendezvous(StoreRendezvous):
     def _have_arrived(self, keys: list[str]) -> bool:
         """Return whether the store has values for all keys. Some stores wait a moment for them."""
         if isinstance(self._limited, _SharedStore):
-            return self._limited.have_arrived(keys, PAUSES_S[1])
+            return self._limited.have_arrived(keys, _WAIT_S)
         return bool(self._store.check(keys)) if self._limited is None else super()._have_arrived(keys)
 
     def _limit_waits(self, seconds: float) -> None:

@@ -238,11 +238,12 @@ def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypa
 
 
 def test_memory_of_a_rank_that_has_ended(sockets, monkeypatch):
-    """A rank stops waiting for memory when the rank that should send it has ended. What was sent before is used."""
+    """A rank stops waiting for memory when the rank that should send it has ended. What was sent before is used. Memory
+    is also sent to the others if one of the ranks that should receive it has ended."""
     sender, receiver, name, _ = sockets
     monkeypatch.setattr(bootstrap, "_MEMORY_S", 1e6)
-    with os.fdopen(bootstrap._memory(4096)) as memory:
-        bootstrap._send(sender, memory.fileno(), [name])
+    with os.fdopen(bootstrap._memory(4096)) as memory, pytest.raises(ConnectionRefusedError):
+        bootstrap._send(sender, memory.fileno(), [bootstrap._new_name(), name])
     sender.close()
     os.close(bootstrap._receive_memory(receiver, 4096))
     with pytest.raises(TimeoutError, match="has ended"):
@@ -271,14 +272,16 @@ def test_hosts_are_in_the_order_of_their_lowest_ranks():
         assert found == tuple(due.values())
 
 
-@pytest.mark.parametrize(("pause_s", "answers", "due"), [(0, "yyy", True), (0, "yny", False), (0.3, "yyy", None)])
+@pytest.mark.parametrize(
+    ("pause_s", "answers", "due"), [(0, "yyy", True), (0, "yny", False), (0, "y?n", None), (0.3, "yyy", None)]
+)
 def test_a_vote_has_one_result(pause_s, answers, due):
     """All ranks get the same result of a vote: whether all agree, or none at all if one of them comes late."""
     memory, found = mmap.mmap(-1, votes.offset(1) + votes.NBYTES), [0, 0, 0]
 
     def run(rank):
         time.sleep(pause_s * rank)
-        found[rank] = votes.vote(memory, 3, answers[rank] == "y")
+        found[rank] = votes.vote(memory, 3, {"y": True, "n": False}.get(answers[rank]))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for each in threads:

@@ -300,8 +300,14 @@ def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
     """Send the memory ``fd``, or, if this is -1, nothing, to the sockets ``names`` of other ranks."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
     sender.settimeout(_MEMORY_S)  # its buffer may be full until some have read their message
+    failure: OSError | None = None
     for name in names:
-        sender.sendmsg([b"m"], rights, 0, name)
+        try:
+            sender.sendmsg([b"m"], rights, 0, name)
+        except OSError as error:  # this rank may have ended; the others wait
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def _receive_memory(receiver: socket.socket, nbytes: int) -> int:

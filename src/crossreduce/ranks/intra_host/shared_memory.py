@@ -118,17 +118,17 @@ class RankMemory:
             raise UnsupportedError.of(problem, remedy="the remedy in the warning logged when the group started")
         return self._registers
 
-    def can_read_all(self) -> bool:
+    def can_read_all(self) -> bool | None:
         """Return whether this process may read the memory of all ranks of the host. Call it before the first op.
 
-        All of them have to map the memory soon.
+        The result is ``None`` if some of them do not map the memory soon.
         """
         until, places = time.monotonic() + SLICE_S, range(len(self.host))
         while None in (found := [self.native.can_read(place) for place in places]) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
-        return all(found)
+        return None if None in found else all(found)
 
-    def vote(self, agrees: bool) -> bool | None:
+    def vote(self, agrees: bool | None) -> bool | None:
         """Return whether all ranks of the host agree, the same on all, or ``None``. Call it once. See ``votes``."""
         return votes.vote(self._mapping, len(self.host), agrees) if self._mapping is not None else None
 

@@ -23,16 +23,16 @@ def offset(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def vote(memory: Any, ranks: int, agrees: bool) -> bool | None:
+def vote(memory: Any, ranks: int, agrees: bool | None) -> bool | None:
     """Return whether all ``ranks`` ranks agree, or ``None``, on all of them, if some do not come soon.
 
-    ``memory``: ends with the memory for a vote.
+    ``memory``: ends with the memory for a vote. ``agrees``: ``None`` if this rank has found that some do not.
     """
     native, (pause, longest), began = kernels.native(), _PAUSES_S, time.monotonic()
-    at = (len(memory) - NBYTES) // 8
+    at, flag = (len(memory) - NBYTES) // 8, _ENDED if agrees is None else 0 if agrees else _AGAINST
     while True:
         word = native.load_word(memory, at)
-        if native.swap_word(memory, at, word, (word + 1) | (0 if agrees else _AGAINST)):
+        if native.swap_word(memory, at, word, (word + 1) | flag):
             break
     while (word := native.load_word(memory, at)) & _COUNT < ranks and not word & _ENDED:
         if time.monotonic() > began + _PATIENCE_S:
