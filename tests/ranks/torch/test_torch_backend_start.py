@@ -265,6 +265,10 @@ def few_threads():
     dist.ProcessGroupGloo = fails
 
 
+def other_interface():
+    os.environ["CROSSREDUCE_IFNAME"] = "missing0"
+
+
 def no_interface():
     os.environ["CROSSREDUCE_HOST"] = "own"
     os.environ["GLOO_SOCKET_IFNAME"] = "missing0"
@@ -277,6 +281,7 @@ def little_space():
 FAULTS = [
     (bad_threads, "file", ArgumentError, r"rank {}: CROSSREDUCE_NUM_THREADS must be an integer from 1 to 4096\."),
     (bad_exactness, "tcp", ArgumentError, r"rank {}: CROSSREDUCE_EXACT must be 0 or 1\.\n  given: 'yes'"),
+    (other_interface, "tcp", ArgumentError, r"rank {}: CROSSREDUCE_IFNAME selects no interface of this host\."),
     (no_kernels, "file", BackendError, r"rank {}: ranks need the compiled kernels\."),
     (small_files, "tcp", ReductionError, r"rank {}: memory could not be allocated\."),
     (little_space, "tcp", ReductionError, r"rank {}: memory could not .*File too large\n  try:   ulimit -f unlimited"),

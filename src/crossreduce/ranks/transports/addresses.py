@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
@@ -23,8 +22,8 @@ with contextlib.suppress(ImportError):  # Windows has no fcntl; there, ranks rai
 
 _ADDRESS, _FLAGS, _IS_UP = 0x8915, 0x8913, 1  # of Linux: SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP
 _UNUSED: Final = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849); nothing is sent there
-_BOOT: Final = "/proc/sys/kernel/random/boot_id"
-_NETWORK: Final = "/proc/self/ns/net"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
 _INTERFACES: Final = Path("/sys/class/net")
 _NODES: Final = Path("/sys/devices/system/node")
 
@@ -151,13 +150,8 @@ def machine() -> str:
 
 def network_identity() -> list[str]:
     """Return the identifiers of this boot and of this network namespace. If there are none, raise an ``OSError``."""
-    network = os.stat(_NETWORK)  # noqa: PTH116 - a path object takes longer
-    return [_text(_BOOT), f"{network.st_dev}/{network.st_ino}"]
-
-
-@lru_cache
-def _text(path: str) -> str:
-    return Path(path).read_text().strip()
+    network = _NETWORK.stat()
+    return [_BOOT.read_text().strip(), f"{network.st_dev}/{network.st_ino}"]
 
 
 def reachable(published: Sequence[str], where: str) -> list[str]:

@@ -44,9 +44,7 @@ class MpiRendezvous:
         self.watch: Callable[[], None] = lambda: None
         self._sent: list[Any] = []  # requests, which reference the bytes that MPI still reads
 
-    def first(self, key: str, value: bytes) -> bytes:
-        """Return the ``value`` of the lowest rank with this ``key``."""
-        return first_of(self, key, value)
+    first = first_of
 
     def all_gather(self, payload: bytes, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
         """Return the payloads of all ranks."""
