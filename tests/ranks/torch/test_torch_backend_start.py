@@ -189,11 +189,11 @@ def test_a_store_that_is_written_in_python():
 
     def meet(rank):
         rendezvous = TorchRendezvous(dist.PrefixStore("group/", store), rank, 2, 5.0)
-        found[rank] = rendezvous.all_gather(b"%d" % rank)
+        found[rank] = rendezvous.first("key", b"%d" % rank), rendezvous.all_gather(b"%d" % rank)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(meet, range(2)))
-    assert found == [[b"0", b"1"]] * 2
+    assert found == [(b"0", [b"0", b"1"])] * 2
 
 
 @pytest.mark.parametrize("place", ["tcp of rank 0"], indirect=True)
