@@ -6,7 +6,6 @@ every rank. A rank that fails here releases all of them.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -29,15 +28,17 @@ from ..errors import (
     ReductionError,
     encoded,
     message,
+    rank_list,
 )
 from ..observe import flight_recorder
 from .agreement.agreement import Agreements
 from .connections import peer_requests, shortage
 from .connections.peer_requests import Place
 from .connections.peers import Hosts, Membership, PeerInfo
+from .connections.rendezvous import interfaces
 from .failures.abort import copy_error
 from .inter_host.host_links import NETWORK_REMEDY, HostLinks
-from .intra_host.bootstrap import bootstrap
+from .intra_host.bootstrap import BootstrapResult, bootstrap, settled
 from .intra_host.instructions import READABLE_BUFFERS
 from .intra_host.programs import PAIR_TURNS, SLOT_BYTES, TURN_BYTES
 from .intra_host.shared_memory import SPIN_S, RankMemory
@@ -72,7 +73,7 @@ def join(
     try:
         host = JoinedHost(rendezvous, numbers, name, listen_at, wanted, transport)
         connected = host.transport
-        if connected is None and callable(transport):
+        if connected is None and callable(transport) and len(host.members.hosts) > 1:
             connected = host.connect(rendezvous, transport, timeout_s)
         _require_transport(host.members, connected)
     except Exception as error:
@@ -96,7 +97,7 @@ class JoinedHost:
     """A rank that shares memory with the other ranks of its host and answers requests of all ranks.
 
     ``reads_peers``: whether every rank can read the memory of the processes of all other ranks. ``transport``: the one
-    that was given, or, if all ranks are on one host, what the given function has returned, or ``None``.
+    that was given, or ``None``.
     """
 
     def __init__(
@@ -111,18 +112,21 @@ class JoinedHost:
         _require_shared_memory()
         self._listen_at = listen_at
         self.transport = None if callable(transport) else transport
+        if callable(transport):
+            interfaces()  # if the user has named none of this host's, that is an error also if there are no other hosts
         token, rank, size = "", rendezvous.rank, rendezvous.size  # ``unregister`` takes "" until there is a token
         hostname, offered = socket.gethostname(), offer(wanted)
         own = PeerInfo(os.getpid(), hostname, os.urandom(8).hex(), peer_requests.listen(listen_at), offered)
         try:
-            hosts, self.memory, infos = _shared_memory(rendezvous, global_ranks, json.dumps(own))
+            shared, self.memory, self.reads_peers = _shared_memory(rendezvous, global_ranks, own)
+            hosts = shared.hosts
         except BaseException:
             peer_requests.unregister(token, None, listen_at)
             raise
         try:
             peers = tuple(
                 PeerInfo(pid, host, text, Place.read(place), Offer(*theirs))
-                for pid, host, text, place, theirs in map(json.loads, infos)
+                for pid, host, text, place, theirs in shared.values
             )
             self.members = Membership(name, rank, global_ranks, hosts, peers)
             self.links = HostLinks(self.members)
@@ -131,17 +135,12 @@ class JoinedHost:
             peer_requests.register(token, self.agreements.answer, listen_at)
             about: dict[str, str | int] = {"name": name, "token": token, "version": flight_recorder.version()}
             self.memory.describe(global_ranks, about | {"size": size, "hosts": len(hosts)})
-            if callable(transport) and len(hosts) == 1:  # it connects to no rank
-                self.transport = transport(threading.Event(), hosts, "tcp")
-            reads = 1 < len(self.memory.host) == size <= READABLE_BUFFERS and self.memory.can_read_all()
-            # After this, every rank answers the requests of others.
-            self.reads_peers = all(rendezvous.all_gather(b"1" if reads else b""))
-            _require_one_rank_per_process(self.members, self.memory)
+            if len(hosts) > 1 and self.transport is not None:  # else ``connect`` does this
+                rendezvous.all_gather(b"")  # after this, every rank answers the requests of ranks of other hosts
+            _require_one_rank_per_process(self.members)
         except BaseException:
             peer_requests.unregister(token, None, listen_at)
             self.memory.close()
-            if callable(transport) and self.transport is not None:
-                self.transport.close()
             raise
 
     def leave(self) -> None:
@@ -214,9 +213,9 @@ def _require_shared_memory() -> None:
 
 
 def _shared_memory(
-    rendezvous: Rendezvous, global_ranks: tuple[int, ...], text: str
-) -> tuple[Hosts, RankMemory, list[str]]:
-    """Return the ranks of each host, the memory of this rank's host, and the ``text`` of each rank."""
+    rendezvous: Rendezvous, global_ranks: tuple[int, ...], info: PeerInfo
+) -> tuple[BootstrapResult, RankMemory, bool]:
+    """Return the hosts and the ``info`` of each rank, as JSON, this host's memory, and the value of ``reads_peers``."""
     if kernels.instruction_set() == "numpy":
         remedy = "unset CROSSREDUCE_KERNELS, or install crossreduce with a C++ compiler"
         raise BackendError.of("ranks need the compiled kernels.", "kernels in NumPy", remedy)
@@ -234,18 +233,33 @@ def _shared_memory(
     def first(ranks: int, hosts: int) -> list[tuple[int, int]]:
         return RankMemory.first(ranks, slot_nbytes(ranks), nbytes(ranks, hosts))
 
-    shared = bootstrap(rendezvous, nbytes, global_ranks, first, text)
-    host, count = shared.host, len(shared.host)
-    spin_s = SPIN_S if count <= shared.cpus else 0.0
+    def mapped(shared: BootstrapResult) -> RankMemory:
+        count = len(shared.host)
+        spin_s = SPIN_S if count <= shared.cpu_count else 0.0
+        sizes = slot_nbytes(count), size, len(shared.hosts), spin_s, turns(count)
+        try:
+            return RankMemory(shared.fd, shared.host, rendezvous.rank, *sizes, is_whole=count < size)
+        except OSError as error:
+            problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
+            raise ReductionError.of(problem, str(error), remedy) from error
+
+    shared = bootstrap(rendezvous, nbytes, global_ranks, first, info)
+    memory = mapped(shared)
+    if len(shared.hosts) > 1:
+        return shared, memory, False
     try:
-        memory = RankMemory(
-            *(shared.fd, host, rendezvous.rank, slot_nbytes(count), size, len(shared.hosts), spin_s, turns(count)),
-            is_whole=count < size,
-        )
-    except OSError as error:
-        problem, remedy = "the memory of the host cannot be mapped.", "ulimit -v unlimited"
-        raise ReductionError.of(problem, str(error), remedy) from error
-    return shared.hosts, memory, shared.texts
+        reads = memory.vote(1 < size <= READABLE_BUFFERS and memory.can_read_all())
+        if reads is None:  # some ranks are late, or have no memory
+            shared = settled(shared._replace(fd=-1), rendezvous, nbytes, global_ranks)
+            if len(shared.hosts) > 1:
+                memory.close()
+                return shared, mapped(shared), False
+            reads = 1 < size <= READABLE_BUFFERS and memory.can_read_all()
+            reads = all(rendezvous.all_gather(b"1" if reads else b""))
+    except BaseException:
+        memory.close()
+        raise
+    return shared, memory, reads
 
 
 def _require_transport(members: Membership, transport: Transport | None) -> None:
@@ -255,14 +269,11 @@ def _require_transport(members: Membership, transport: Transport | None) -> None
         raise ArgumentError.of("ranks on several hosts need a transport between them.", given, remedy)
 
 
-def _require_one_rank_per_process(members: Membership, memory: RankMemory) -> None:
-    # alive() looks for the file lock that a rank's process holds. A process cannot detect its own locks, so a rank
-    # with this process's pid that is not alive is a second rank of this process.
-    own = os.getpid()
-    others = [rank for rank in members.host if members.peers[rank].pid == own and not memory.alive(rank)]
-    if others:
-        ranks = ", ".join(str(members.global_ranks[rank]) for rank in sorted([*others, members.rank]))
-        given = f"ranks {ranks} in process {own}"
+def _require_one_rank_per_process(members: Membership) -> None:
+    # Processes have keys of their own. Their numbers may be equal, in two containers.
+    key = members.peers[members.rank].place.key
+    if len(ranks := [rank for rank in members.host if members.peers[rank].place.key == key]) > 1:
+        given = f"{rank_list(members.global_ranks[rank] for rank in ranks)} in process {os.getpid()}"
         raise ContextError.of("several ranks of the group are in one process.", given, "one process per rank")
 
 

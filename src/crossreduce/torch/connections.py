@@ -61,7 +61,7 @@ def connect(
             connections = ConnectionStore(dist.PrefixStore(kind, store), rank, cancelled, is_beyond=origin.is_beyond)
             return connections.connect(hosts, transport, everyone, without)
 
-        if len(hosts) == 1 or not has_messages:
+        if not has_messages:
             return open_transport(transport, links("tcp/", everyone=False))
         messages = open_transport(transport, links("messages/", everyone=True))
         messages = Tunnel(messages) if messages.connections is None else messages

@@ -16,9 +16,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
@@ -27,16 +26,16 @@ from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
 
-_MOST_APPENDED: Final = 64  # ranks whose payloads are one value, which each query returns
+_PART: Final = 1 << 14  # bytes that are read at once of an answer
 _CONNECT_S: Final = 0.1  # how long a query waits for a new connection to a store that answers again
-_RECORD: Final = struct.Struct("<II")  # before each payload: the rank, and how many bytes follow
+_WAIT_S: Final = 1e-3  # of a request to wait for values; other threads that use the connection wait as long
 _CLOSED: Final = "the connection was closed at the other end"
 # The requests of torch's own client in the byte order of the machine: the kind in one byte, and texts after their
 # lengths. The first request is a constant.
 _LENGTH: Final = struct.Struct("=Q")
 _VALIDATE: Final = struct.pack("=BI", 0, 0x3C85F7CE)
-_SET, _COMPARE_SET, _GET, _CHECK, _DELETE, _APPEND, _MULTI_GET = 1, 2, 3, 5, 8, 9, 10
-_YES, _NO = b"\0", b"\1"
+_SET, _COMPARE_SET, _GET, _CHECK, _WAIT, _DELETE, _MULTI_GET, _CANCEL_WAIT = 1, 2, 3, 5, 6, 8, 10, 12
+_YES, _NO = b"\0", b"\1"  # the answers to a check; also of a wait: stored, and cancelled
 
 
 class PeerStore(StoreClient, dist.Store):  # type: ignore[misc]
@@ -62,22 +61,20 @@ class TorchRendezvous(StoreRendezvous):
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
+        numbers = tuple(global_ranks) or tuple(range(size))
+        ranks = f"{size} {blake2b(repr(numbers).encode(), digest_size=8).hexdigest()}"
         with lost_store_errors(store):
-            own, self._limited = _with_own_connection(store, timeout_s)
-        super().__init__(own, rank, size, timeout_s, global_ranks, watch)
-        numbers = self._global_ranks
-        self.owner = numbers.index(0) if _owner(store) == 0 and 0 in numbers else None
-        self._require_same_ranks()
-
-    def _require_same_ranks(self) -> None:
-        """Raise a ``MismatchError``, on all ranks, if another rank makes this group of other ranks."""
-        numbers, own, first = self._global_ranks, self._global_ranks[self.rank], ""
-        ranks = f"{self.size} {blake2b(repr(numbers).encode(), digest_size=8).hexdigest()}"
-        with contextlib.suppress(RuntimeError):  # a store that is written in Python may lack this
-            first = bytes(self._store.compare_set("ranks", b"", f"{ranks} {own}".encode())).decode()
+            own, self._limited, first = _with_own_connection(store, timeout_s, f"{ranks} {numbers[rank]}")
+        super().__init__(own, rank, size, timeout_s, numbers, watch)
+        self._errors = _errors(store)
+        self.owner = numbers.index(0) if self._errors.ranks and 0 in numbers else None
         theirs, _, other = first.rpartition(" ")
-        if theirs in ("", ranks):
-            return
+        if theirs not in ("", ranks):
+            self._raise_other_ranks(theirs, other)
+
+    def _raise_other_ranks(self, theirs: str, other: str) -> None:
+        """Raise a ``MismatchError``, on all ranks, since rank ``other`` makes this group of other ranks."""
+        numbers, own = self._global_ranks, self._global_ranks[self.rank]
         size = theirs.split()[0]
         problem = f"the group has {self.size} ranks on rank {own} and {size} on rank {other}."
         if size == str(self.size):
@@ -89,30 +86,10 @@ class TorchRendezvous(StoreRendezvous):
         raise error
 
     def _have_arrived(self, keys: list[str]) -> bool:
-        """Return whether the store has values for all keys. A ``PeerStore`` waits a moment for them."""
-        if isinstance(self._limited, PeerStore):
-            return super()._have_arrived(keys)
-        return bool(self._store.check(keys))
-
-    def _gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks in call ``_calls``: with few queries if all values fit into one answer."""
-        if not isinstance(self._limited, _SharedStore) or self.size > _MOST_APPENDED:
-            return super()._gather(payload)
-        key, found = str(self._calls), dict[int, bytes]()
-        self._store.append(key, _RECORD.pack(self.rank, len(payload)) + payload)
-        if self.rank == 0 and self._calls > 2:  # all ranks have begun the previous call, and so read the one before it
-            self._store.delete_key(str(self._calls - 2))
-
-        def have_arrived() -> bool:
-            value, at = bytes(self._store.get(key)), 0
-            while at < len(value):
-                rank, nbytes = _RECORD.unpack_from(value, at)
-                at += _RECORD.size + nbytes
-                found[rank] = value[at - nbytes : at]
-            return len(found) == self.size
-
-        self._wait_for(have_arrived, lambda: [rank for rank in range(self.size) if rank not in found])
-        return [found[rank] for rank in range(self.size)]
+        """Return whether the store has values for all keys. Some stores wait a moment for them."""
+        if isinstance(self._limited, _SharedStore):
+            return self._limited.have_arrived(keys, _WAIT_S)
+        return bool(self._store.check(keys)) if self._limited is None else super()._have_arrived(keys)
 
     def _limit_waits(self, seconds: float) -> None:
         if self._limited is not None:
@@ -122,7 +99,7 @@ class TorchRendezvous(StoreRendezvous):
         return self._limited is not None and self._limited.answers_again()
 
     def _store_errors(self) -> AbstractContextManager[None]:
-        return lost_store_errors(self._store)
+        return self._errors()
 
 
 class _Connection:
@@ -158,7 +135,7 @@ class _Connection:
                 raise EOFError("the store does not understand the request")
             stack.pop_all()
         self.close()
-        self._socket, self._error, self._arrived = connection, "", select.poll()
+        self._socket, self._error, self._received, self._arrived = connection, "", b"", select.poll()
         self._arrived.register(connection, select.POLLIN)
 
     def close(self) -> None:
@@ -168,33 +145,40 @@ class _Connection:
 
     __del__ = close
 
-    def call(self, request: bytes, limit_s: float, values: int = 0, nbytes: int = 0) -> list[bytes]:
+    def call(
+        self, request: bytes, limit_s: float, values: int = 0, nbytes: int = 0, wait_s: float | None = None
+    ) -> list[bytes]:
         """Send a request. Return the answer: ``values`` texts with their lengths, or one of ``nbytes`` bytes.
 
-        The answer may take ``limit_s`` seconds. After an error, all calls raise it, as a ``RuntimeError``, until a late
-        answer has arrived. A call within another one, by a signal handler or a destructor, uses a new connection.
+        The answer may take ``limit_s`` seconds. A request to wait is cancelled after ``wait_s`` seconds. After an
+        error, all calls raise it, as a ``RuntimeError``, until a late answer has arrived. A call within another one, by
+        a signal handler or a destructor, uses a new connection.
         """
         if not self._lock.acquire(timeout=limit_s):
             raise RuntimeError(_late(limit_s))
         was_busy, self._busy = self._busy, True
         try:
             if was_busy:
-                return _Connection(self._address, limit_s).call(request, limit_s, values, nbytes)
-            return self._ask(request, limit_s, values, nbytes)
+                return _Connection(self._address, limit_s).call(request, limit_s, values, nbytes, wait_s)
+            return self._ask(request, limit_s, values, nbytes, wait_s)
         except (OSError, EOFError) as error:
             raise RuntimeError(_late(limit_s) if isinstance(error, TimeoutError) else str(error)) from None
         finally:
             self._busy = was_busy
             self._lock.release()
 
-    def _ask(self, request: bytes, limit_s: float, values: int, nbytes: int) -> list[bytes]:
+    def _ask(self, request: bytes, limit_s: float, values: int, nbytes: int, wait_s: float | None) -> list[bytes]:
         """Send a request and return the answer. See ``call``."""
         self.answers_again()
         self.require_usable()
         try:
             self._socket.settimeout(limit_s)
             self._socket.sendall(request)
-            return [self._read(nbytes or _LENGTH.unpack(self._read(8))[0]) for _ in range(values or bool(nbytes))]
+            if cancels := wait_s is not None and not self._arrived.poll(wait_s * 1e3):
+                self._socket.sendall(bytes([_CANCEL_WAIT]))
+            read = [self._read(nbytes or _LENGTH.unpack(self._read(8))[0]) for _ in range(values or bool(nbytes))]
+            if cancels and read == [_YES]:  # stored just before the store has read the request to cancel
+                self._read(1)
         except OSError as error:
             self._error = _late(limit_s) if isinstance(error, TimeoutError) else str(error)
             raise
@@ -203,14 +187,15 @@ class _Connection:
             with contextlib.suppress(OSError, EOFError):
                 self._connect(limit_s)
             raise
+        return read
 
     def _read(self, nbytes: int) -> bytes:
         """Return the next bytes of an answer."""
-        data = b""
-        while len(data) < nbytes:
-            if not (part := self._socket.recv(nbytes - len(data))):
+        while len(self._received) < nbytes:
+            if not (part := self._socket.recv(max(nbytes - len(self._received), _PART))):
                 raise ConnectionResetError(_CLOSED)
-            data += part
+            self._received += part
+        data, self._received = self._received[:nbytes], self._received[nbytes:]
         return data
 
     def require_usable(self) -> None:
@@ -271,10 +256,6 @@ class _SharedStore:
         """Store a value."""
         self._run(_SET, [key], value)
 
-    def append(self, key: str, value: bytes) -> None:
-        """Append to a value, which is empty at first."""
-        self._run(_APPEND, [key], value)
-
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """See ``ranks.connections.store``."""
         return self._run(_COMPARE_SET, [key], expected, desired, values=1)[0]
@@ -295,15 +276,18 @@ class _SharedStore:
         """Return whether all keys have values."""
         return self._run(_CHECK, keys, nbytes=1, counts=True) == [_YES]
 
+    def have_arrived(self, keys: Sequence[str], wait_s: float) -> bool:
+        """Wait until all keys have values, for at most ``wait_s`` seconds. Return whether they have."""
+        return self._run(_WAIT, keys, nbytes=1, counts=True, wait_s=wait_s) == [_YES]
+
     def delete_key(self, key: str) -> bool:
         """Delete a value. Return whether there was one."""
         return any(self._run(_DELETE, [key], nbytes=8)[0])
 
-    def _run(
-        self, kind: int, keys: Sequence[str], *given: bytes, values: int = 0, nbytes: int = 0, counts: bool = False
-    ) -> list[bytes]:
+    def _run(self, kind: int, keys: Sequence[str], *given: bytes, counts: bool = False, **answer: Any) -> list[bytes]:
+        """Send a request. For ``answer`` see ``_Connection.call``."""
         texts = [*((self._prefix + key).encode() for key in keys), *given]
-        return self.connection.call(_request(kind, texts, counts), self.limit_s, values, nbytes)
+        return self.connection.call(_request(kind, texts, counts), self.limit_s, **answer)
 
 
 def _late(limit_s: float) -> str:
@@ -338,33 +322,36 @@ def _connection(base: Any, timeout_s: float) -> _Connection:
     return connection
 
 
-def _with_own_connection(store: Any, timeout_s: float) -> tuple[Any, _SharedStore | PeerStore | None]:
+def _with_own_connection(store: Any, timeout_s: float, text: str) -> tuple[Any, _SharedStore | PeerStore | None, str]:
     """Return a store for a rendezvous, if possible with a connection that the user does not use.
 
     The second result has the attribute ``limit_s``: how long an answer may take. It is ``None`` if that has no limit.
+    The third one is the ``text`` of the first rank, or "" if the store cannot tell it.
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
     function raises an error in less than ``timeout_s`` seconds. Calls of the returned store take at most ``timeout_s``
     and at most ``LIMIT_S`` seconds, even if the store's host does not answer. This suffices, since no call waits for
     other ranks in the store. A ``PeerStore`` needs none of this: the function returns it twice, unchanged.
     """
-    if not hasattr(store, "clone"):
-        return store, None
-    base = _base(store)
-    if isinstance(base, PeerStore):
-        return store, base
+    base, own, limited = _base(store), store, None
     if isinstance(base, dist.TCPStore):
         with contextlib.suppress(EOFError):  # a later version of torch may send other requests
             connection = _connection(base, timeout_s)
-            name = store.compare_set("name", "", secrets.token_hex(8))  # all ranks get that of the first one
-            own = _SharedStore(connection, f"crossreduce/{bytes(name).decode()}/", min(timeout_s, LIMIT_S))
-            return own, own
-    try:
-        return _cloned(store, min(store.timeout, timedelta(seconds=timeout_s / 4))), None
-    except RuntimeError as error:
-        if "pure virtual" in str(error):  # a store that is written in Python cannot be cloned
-            return store, None
-        raise
+            first = bytes(store.compare_set("name", "", f"{secrets.token_hex(8)} {text}")).decode()
+            name, _, text = first.partition(" ")  # all ranks get those of the first one
+            own = _SharedStore(connection, f"crossreduce/{name}/", min(timeout_s, LIMIT_S))
+            return own, own, text
+    if isinstance(base, PeerStore):
+        limited = base
+    elif hasattr(store, "clone"):
+        try:
+            own = _cloned(store, min(store.timeout, timedelta(seconds=timeout_s / 4)))
+        except RuntimeError as error:
+            if "pure virtual" not in str(error):  # a store that is written in Python cannot be cloned
+                raise
+    with contextlib.suppress(RuntimeError):  # a store that is written in Python may lack this
+        return own, limited, bytes(own.compare_set("ranks", b"", text.encode())).decode()
+    return own, limited, ""
 
 
 def _cloned(store: Any, limit: timedelta) -> Any:
@@ -385,16 +372,33 @@ def _base(store: Any) -> Any:
     return store
 
 
-def _owner(store: Any) -> int | None:
-    """Return 0 if rank 0 of the world probably runs the store, or else ``None``."""
+class _Errors(NamedTuple):
+    """Makes contexts that raise a ``PeerLostError`` if a store cannot be reached; if it has ended, now.
+
+    ``ranks``: rank 0 of the world if it probably runs the store. ``owner``: the process that does, in errors.
+    """
+
+    connection: _Connection | None
+    owner: str
+    ranks: list[int]
+
+    def __call__(self) -> AbstractContextManager[None]:
+        if self.connection is not None:
+            with rendezvous.lost_store_errors(self.owner, self.ranks):
+                self.connection.require_open()
+        return rendezvous.lost_store_errors(self.owner, self.ranks)
+
+
+def _errors(store: Any) -> _Errors:
     base = _base(store)
-    served = isinstance(base, PeerStore) or (isinstance(base, (dist.TCPStore, _SharedStore)) and not _has_launcher())
-    return 0 if served else None
-
-
-def _has_launcher() -> bool:
-    """Return whether torchrun has started this process and runs the store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if isinstance(base, PeerStore):
+        return _Errors(None, "rank 0, which runs it,", [0])
+    if not isinstance(base, dist.TCPStore):
+        return _Errors(None, "the process that runs it", [])
+    # torchrun may have started this process, and runs the store.
+    has_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    owner, ranks = ("torchrun, which runs it,", []) if has_launcher else ("rank 0, which runs it,", [0])
+    return _Errors(_CONNECTIONS.get(_key(base)), owner, ranks)
 
 
 class CancellableStore(dist.Store):  # type: ignore[misc]
@@ -419,16 +423,4 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
 
 def lost_store_errors(store: Any) -> AbstractContextManager[None]:
     """Return a context that raises a ``PeerLostError`` if ``store`` cannot be reached; if it has ended, now."""
-    ranks = [0] if _owner(store) == 0 else []
-    owner = "rank 0, which runs it," if ranks else "torchrun, which runs it,"
-    context = partial(
-        rendezvous.lost_store_errors, owner if ranks or _has_launcher() else "the process that runs it", ranks
-    )
-    base = _base(store)
-    connection = base.connection if isinstance(base, _SharedStore) else None
-    if isinstance(base, dist.TCPStore):
-        connection = _CONNECTIONS.get(_key(base))
-    if connection is not None:
-        with context():
-            connection.require_open()
-    return context()
+    return _errors(store)()

@@ -1,23 +1,28 @@
 """Bootstrap: ranks find out which of them share a host, and share memory."""
 
 import fcntl
+import gc
+import mmap
 import os
 import random
 import socket
 import stat
 import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from host_checks import on
-from ranks import ranks
+from members import Resources, member
+from ranks import SocketRendezvous, ranks
 
 from crossreduce import kernels
-from crossreduce.errors import MismatchError, ReductionError
+from crossreduce.errors import ArgumentError, MismatchError, ReductionError
 from crossreduce.observe import flight_recorder
 from crossreduce.ranks import membership
 from crossreduce.ranks.communicator import Communicator
-from crossreduce.ranks.intra_host import bootstrap
+from crossreduce.ranks.intra_host import bootstrap, votes
 from crossreduce.ranks.transports import addresses
 
 
@@ -36,7 +41,7 @@ def numbered(rendezvous):
     rendezvous.all_gather(b"written")
     read = [struct.unpack("<q", os.pread(found.fd, 8, 4096 * place))[0] for place in range(len(here))]
     status = os.fstat(found.fd)
-    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (4096 * len(here), 0o600)
+    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (votes.offset(4096 * len(here)) + votes.NBYTES, 0o600)
     assert status.st_blocks * 512 >= status.st_size, "an access may raise SIGBUS"
     assert len(set(Path("/proc/self/fd").iterdir()) - before) == 1
     assert not os.get_inheritable(found.fd)
@@ -71,9 +76,10 @@ def first_kept(rendezvous):
 
 
 def test_only_what_is_needed_at_first_is_allocated():
-    """If all ranks are on one host, only the given ranges of its memory are allocated, otherwise everything."""
-    assert ranks(2, first_kept) == [8192] * 2
-    assert ranks(2, first_kept, environment=[{"CROSSREDUCE_HOST": host} for host in "ab"]) == [1 << 20] * 2
+    """If all ranks are on one host, only the given ranges of its memory are allocated, otherwise everything; and the
+    memory for votes."""
+    assert ranks(2, first_kept) == [8192 + votes.NBYTES] * 2
+    assert ranks(2, first_kept, environment=on(*"ab")) == [(1 << 20) + votes.NBYTES] * 2
 
 
 def of_another_version(rendezvous):
@@ -93,31 +99,47 @@ def test_versions_are_compared_first():
     assert text.startswith("the ranks have different versions")
 
 
-def broken(rendezvous, failing, problem):
-    """Share memory, while the function ``problem`` fails once on the ranks ``failing``."""
+def broken(rendezvous, failing, problem, function=numbered):
+    """Share memory, which rank 0 makes. The function ``problem`` fails on the ranks ``failing``, but not at the end."""
+    time.sleep(0 if rendezvous.rank == 0 else 0.3)
     if rendezvous.rank in failing:
         real = getattr(bootstrap, problem)
-        calls = []
+        calls, failures = [], 2 if problem == "_memory" else 1  # memory is first made for a group on a single host
 
         def fails(*args):
             calls.append(args)
-            if len(calls) == 1:
+            if len(calls) <= failures:
                 raise OSError(28, "no space is left, for the test")
             return real(*args)
 
         setattr(bootstrap, problem, fails)
-    return numbered(rendezvous)
+    return function(rendezvous)
 
 
-@pytest.mark.parametrize(
-    ("failing", "problem"), [({0}, "_memory"), ({0}, "_send"), ({2}, "_receive_memory"), ({1, 2}, "_receive_memory")]
-)
+PROBLEMS = [({0}, "_memory"), ({0}, "_send"), ({2}, "_receive_memory"), ({1, 2}, "_receive_memory")]
+
+
+@pytest.mark.parametrize(("failing", "problem"), PROBLEMS)
 def test_a_host_whose_ranks_cannot_all_share_memory_is_split(failing, problem):
     """If a rank cannot allocate, send or receive its host's memory, each rank of this host becomes a host of its own.
     The ranks of another host still share memory."""
     found = ranks(5, broken, failing, problem, environment=on(*"aaabb"))
     assert {hosts for hosts, _ in found} == {((0,), (1,), (2,), (3, 4))}
     assert [read for _, read in found] == [[1000], [1001], [1002], [1003, 1004], [1003, 1004]]
+
+
+def split(rendezvous):
+    before = Resources()
+    with pytest.raises(ArgumentError, match=r"a transport between them.\n  given: hosts .* \[0\], \[1\], \[2\]"):
+        member(rendezvous)
+    gc.collect()
+    assert Resources() == before
+
+
+@pytest.mark.parametrize(("failing", "problem"), [*PROBLEMS[1:], ({2}, "_receive_only_from")])
+def test_the_only_host_of_a_group_is_split(failing, problem):
+    """The same holds if all ranks are on one host, although ranks that have the memory do not ask the others."""
+    ranks(3, broken, failing, problem, split)
 
 
 def changed(rendezvous, name, value, module=bootstrap):
@@ -150,12 +172,13 @@ def without_memory(rendezvous):
     with pytest.raises(ReductionError, match=rf"memory could not be allocated[\s\S]*{1 << 50}"):
         bootstrap.bootstrap(rendezvous, lambda _count, _hosts: 1 << 50)
     assert sorted(Path("/proc/self/fd").iterdir()) == before
+    rendezvous = SocketRendezvous(rendezvous.path, rendezvous.rank, 3, "next")
     if rendezvous.rank == 2:
         kernels.available_memory = lambda: 0
-        with pytest.raises(ReductionError, match=r"given: 4096 bytes: \[Errno 12\] 0 bytes are available"):
-            bootstrap.bootstrap(rendezvous, bytes_for)
+        with pytest.raises(ReductionError, match=r"given: 2097152 bytes: \[Errno 12\] 0 bytes are available"):
+            bootstrap.bootstrap(rendezvous, lambda count, _hosts: count << 21)
     else:
-        assert bootstrap.bootstrap(rendezvous, bytes_for).hosts == ((0, 1), (2,))
+        assert bootstrap.bootstrap(rendezvous, lambda count, _hosts: count << 21).hosts == ((0, 1), (2,))
 
 
 def test_a_lack_of_memory_is_an_error():
@@ -189,7 +212,7 @@ def test_only_the_sender_can_send_to_a_receiver(sockets, monkeypatch):
         with socket.socket(socket.AF_UNIX, kind) as other, pytest.raises(OSError, match=r"refused|wrong type"):
             other.connect(name)
     monkeypatch.setattr(bootstrap, "_MEMORY_S", 0.05)
-    with pytest.raises(TimeoutError, match="timed out"):
+    with pytest.raises(TimeoutError, match="sent nothing"):
         bootstrap._receive_memory(receiver, 0)
     monkeypatch.undo()
     fd = bootstrap._memory(4096)
@@ -199,7 +222,9 @@ def test_only_the_sender_can_send_to_a_receiver(sockets, monkeypatch):
         assert not os.get_inheritable(received.fileno())
 
 
-@pytest.mark.parametrize(("user", "nbytes", "text"), [(54321, 4096, "process of user"), (os.getuid(), 4097, "4097")])
+@pytest.mark.parametrize(
+    ("user", "nbytes", "text"), [(54321, 4096, "process of user"), (os.getuid(), 1 << 20, "1048576")]
+)
 def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypatch, user, nbytes, text):
     """Received memory is used only if a process of this rank's user has sent it, and if it is large enough."""
     sender, receiver, name, _ = sockets
@@ -210,6 +235,19 @@ def test_memory_of_another_user_or_of_a_wrong_size_is_not_used(sockets, monkeypa
         with pytest.raises(OSError, match=text):
             bootstrap._receive_memory(receiver, nbytes)
         assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_memory_of_a_rank_that_has_ended(sockets, monkeypatch):
+    """A rank stops waiting for memory when the rank that should send it has ended. What was sent before is used. Memory
+    is also sent to the others if one of the ranks that should receive it has ended."""
+    sender, receiver, name, _ = sockets
+    monkeypatch.setattr(bootstrap, "_MEMORY_S", 1e6)
+    with os.fdopen(bootstrap._memory(4096)) as memory, pytest.raises(OSError, match="refused"):
+        bootstrap._send(sender, memory.fileno(), [bootstrap._new_name(), name])
+    sender.close()
+    os.close(bootstrap._receive_memory(receiver, 4096))
+    with pytest.raises(TimeoutError, match="has ended"):
+        bootstrap._receive_memory(receiver, 4096)
 
 
 def test_memory_that_its_owner_can_make_smaller_is_not_used(sockets):
@@ -226,11 +264,29 @@ def test_hosts_are_in_the_order_of_their_lowest_ranks():
     """Each rank is on one host. The ranks of a host ascend, and hosts are sorted by their lowest ranks. Ranks of
     different users are on different hosts."""
     assert bootstrap._identity()[2] == str(os.getuid())
-    found = bootstrap._hosts([bootstrap._HostInfo("1", ["boot", "net", user], "", []) for user in "01"], ["", ""])
-    assert found == ((0,), (1,))
     draw = random.Random(1)
     for _ in range(50):
-        names = [str(draw.randint(0, 3)) for _ in range(draw.randint(1, 9))]
-        found = bootstrap._hosts([bootstrap._HostInfo("1", [name], "", []) for name in names], [""] * len(names))
+        names = [draw.randint(0, 3) for _ in range(draw.randint(1, 9))]
+        found = bootstrap._hosts([bootstrap._HostInfo("1", name, "", [], None) for name in names])
         due = {name: tuple(rank for rank, other in enumerate(names) if other == name) for name in names}
         assert found == tuple(due.values())
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "answers", "due"), [(0, "yyy", True), (0, "yny", False), (0, "y?n", None), (0.3, "yyy", None)]
+)
+def test_a_vote_has_one_result(pause_s, answers, due):
+    """All ranks get the same result of a vote: whether all agree, or none at all if one of them comes late."""
+    memory, found = mmap.mmap(-1, votes.offset(1) + votes.NBYTES), [0, 0, 0]
+
+    def run(rank):
+        time.sleep(pause_s * rank)
+        found[rank] = votes.vote(memory, 3, {"y": True, "n": False}.get(answers[rank]))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [due] * 3
+    assert not any(memory[: votes.offset(1)])

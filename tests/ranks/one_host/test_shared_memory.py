@@ -11,6 +11,7 @@ from crossreduce import kernels
 from crossreduce.errors import CollectiveTimeout, PeerLostError, UnsupportedError, decoded, encoded
 from crossreduce.kernels import FusedProgram, Segment
 from crossreduce.ranks.array_views import encoded_text
+from crossreduce.ranks.intra_host import votes
 from crossreduce.ranks.intra_host.instructions import PEER_BUFFER, READABLE_BUFFERS
 from crossreduce.ranks.intra_host.programs import TURN_BYTES
 from crossreduce.ranks.intra_host.shared_memory import (
@@ -242,9 +243,9 @@ def test_errors_and_texts_are_encoded():
 
 def test_memory_without_room_for_the_registers_of_all_hosts():
     """If the group has more hosts than the memory was sized for, there are no registers, and agreements are refused."""
-    fd, size = os.memfd_create("registers"), 20  # ranks of the group
-    os.ftruncate(fd, RankMemory.nbytes(1, SLOT, size, 8))
-    enough, more = (RankMemory(os.dup(fd), (0,), 0, SLOT, size, hosts, 0.0) for hosts in (8, 9))
+    fd, size = os.memfd_create("registers"), 2000  # ranks of the group
+    os.ftruncate(fd, votes.offset(RankMemory.nbytes(1, SLOT, size, 8)) + votes.NBYTES)
+    enough, more = (RankMemory(os.dup(fd), (0,), 0, SLOT, size, hosts, 0.0) for hosts in (8, 20))
     assert enough.registers.decision(1) is None
     with pytest.raises(UnsupportedError, match="too many could not share memory"):
         _ = more.registers

@@ -95,6 +95,20 @@ def test_a_withdrawn_message_is_not_written(reads):
     os.close(fd)
 
 
+def test_a_rank_allocates_the_rings_that_it_writes():
+    """Before its first message, a rank lets the system allocate its rings: an access to memory that the system cannot
+    allocate would end its process."""
+    native, data = kernels.native(), Memory(8, 3)
+    rings = native.Mailboxes.nbytes(2) - native.Mailboxes.head_nbytes(2)
+    with os.fdopen(os.memfd_create("test"), "wb") as file:
+        file.truncate(native.Mailboxes.nbytes(2))
+        boxes = native.Mailboxes(file.fileno(), 0, 0, 2, 0.0, True)
+        assert os.fstat(file.fileno()).st_blocks * 512 < rings // 2
+        assert boxes.send(1, 5, *data.arguments) == 0
+        assert rings // 2 <= os.fstat(file.fileno()).st_blocks * 512 < rings
+        boxes.close()
+
+
 @pytest.mark.parametrize("length", [100, 1 << 20, 2**32 - 1])
 def test_a_length_that_no_rank_has_written_is_not_used(length):
     """If a record is longer than what was written, nothing beyond it is read, and no message arrives."""

@@ -90,12 +90,16 @@ class SocketRendezvous:
             assert connection.poll(timeout + 100), "the store does not answer"
             return connection.recv()
 
-    def all_gather(self, payload):
+    def first(self, key, value):
+        return self.query("put", [(self.name, "first", key)], value)[0]
+
+    def all_gather(self, payload, meanwhile=lambda: None):
         if cause := self.abort_cause():
             raise decoded(cause)
         self.calls += 1
         keys = [(self.name, self.calls, rank) for rank in range(self.size)]
         self.query("put", [keys[self.rank]], payload)
+        meanwhile()
         found = self.query("get", keys, timeout=self.timeout_s)
         late = [rank for rank, value in enumerate(found) if value is None]
         if late and (cause := self.abort_cause()):
@@ -205,15 +209,21 @@ def ranks(n, function, *args, timeout_s=LIMIT_S, environment=None, check=True, b
     store, threads = Store(), ThreadPoolExecutor(1)
     pids, pipes = [], []
     results = [None] * n
+    gate, opener = os.pipe()
     try:
         for rank in range(n):
             reader, writer = os.pipe()
             pid = os.fork()
             if not pid:
+                # All begin when all are forked. Else a thread of this process that answers one of them, such as that of
+                # a TCPStore, may have locked the system's resolver at a fork, and the new process would wait for ever.
+                os.close(opener)
+                os.read(gate, 1)
                 _child(store, rank, n, function, args, writer, environment[rank] if environment else {})
             os.close(writer)
             pids.append(pid)
             pipes.append(reader)
+        os.close(opener)
         store.start()
         helper = threads.submit(begun, list(pids)) if begun else None
         deadline, output = time.monotonic() + timeout_s, {reader: bytearray() for reader in pipes}
@@ -246,7 +256,7 @@ def ranks(n, function, *args, timeout_s=LIMIT_S, environment=None, check=True, b
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        for reader in pipes:
+        for reader in [gate, *pipes]:
             os.close(reader)
         threads.shutdown(wait=False)
         store.close()

@@ -8,6 +8,7 @@
 
 #if defined(__linux__)
 #include <csignal>
+#include <fcntl.h>
 #include <optional>
 #include <sched.h>
 #include <sys/uio.h>
@@ -29,6 +30,26 @@ bool Mailboxes::has_memory() {
     void *volatile spare = std::malloc(SPARE_NBYTES); // volatile: the compiler must not leave this out
     std::free(spare);
     return spare != nullptr;
+}
+
+// Let the system allocate the rings that this rank writes: an access to memory that it cannot allocate would kill the process.
+void Mailboxes::allocate_rings() {
+    for (int failure = EINTR; failure != 0;)
+        if ((failure = posix_fallocate(file, rings_offset, ranks * static_cast<int64_t>(capacity))) != 0 && failure != EINTR)
+            throw std::bad_alloc();
+    file = -1;
+}
+
+void Mailboxes::complete(const Shared &message, MessageStatus status) {
+    message->status.store(status);
+    if (message->forgotten) {
+        messages.erase(message->id);
+        ended.push_back(message->id);
+        has_ended.store(true, std::memory_order_relaxed);
+    }
+    unfinished--;
+    update_pending();
+    if (own().sleepers.load() > 0) notify(rank); // another thread of this rank may wait for this message
 }
 
 // Read from the memory of another rank's process. Return false if that fails.

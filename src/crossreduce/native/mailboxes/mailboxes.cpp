@@ -39,10 +39,13 @@ uint64_t record_nbytes(uint64_t length) {
 
 } // namespace
 
-int64_t Mailboxes::nbytes(int ranks) {
+int64_t Mailboxes::head_nbytes(int ranks) {
     const auto n = static_cast<int64_t>(ranks);
-    return n * static_cast<int64_t>(sizeof(Box)) +
-           n * n * (static_cast<int64_t>(sizeof(Ring)) + static_cast<int64_t>(ring_capacity(ranks)));
+    return n * static_cast<int64_t>(sizeof(Box)) + n * n * static_cast<int64_t>(sizeof(Ring));
+}
+
+int64_t Mailboxes::nbytes(int ranks) {
+    return head_nbytes(ranks) + int64_t{ranks} * ranks * static_cast<int64_t>(ring_capacity(ranks));
 }
 
 #if defined(__linux__)
@@ -88,6 +91,8 @@ Mailboxes *Mailboxes::map(int fd, int64_t offset, int rank, int ranks, int64_t s
     Mailboxes *made = over(at, rank, ranks, spin_ns, may_read);
     made->mapped = at;
     made->mapped_nbytes = size;
+    made->file = fd;
+    made->rings_offset = offset + head_nbytes(ranks) + rank * ranks * static_cast<int64_t>(made->capacity);
     return made;
 }
 
@@ -155,6 +160,7 @@ bool Mailboxes::put(int dst, const Record &record, const char *payload) {
             if (head + size - tail > capacity) return false;
         }
     }
+    if (file >= 0) allocate_rings();
     char *at = bytes + static_cast<uint64_t>(rank * ranks + dst) * capacity;
     const auto copy = [&](uint64_t position, const void *from, uint64_t count) {
         const uint64_t begin = position % capacity, first = std::min(count, capacity - begin);
@@ -308,18 +314,6 @@ void Mailboxes::deliver(const Shared &message, int src, uint64_t nbytes, uint64_
         pulled[{src, offer}] = message;
         reply(src, PULL, offer);
     }
-}
-
-void Mailboxes::complete(const Shared &message, MessageStatus status) {
-    message->status.store(status);
-    if (message->forgotten) {
-        messages.erase(message->id);
-        ended.push_back(message->id);
-        has_ended.store(true, std::memory_order_relaxed);
-    }
-    unfinished--;
-    update_pending();
-    if (own().sleepers.load() > 0) notify(rank); // another thread of this rank may wait for this message
 }
 
 void Mailboxes::update_pending() { own().pending.store(unfinished + replies > 0); }

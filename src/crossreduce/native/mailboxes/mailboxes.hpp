@@ -91,6 +91,7 @@ class Mailboxes {
     static Mailboxes *over(void *memory, int rank, int ranks, int64_t spin_ns, bool may_read);
     ~Mailboxes();
     static int64_t nbytes(int ranks);
+    static int64_t head_nbytes(int ranks); // at the start: what must be allocated. A rank allocates the rings that it writes.
 
     // Also exchange messages with ranks of other hosts, whose numbers follow those of this host, in this order. `indices`:
     // of these ranks in `connections`, or -1 for a rank that cannot be reached. Call it before the first message.
@@ -190,6 +191,7 @@ class Mailboxes {
     void call_for_help(int of) const;
     void wake_helper(int of) const;
     static bool has_memory();
+    void allocate_rings();
     void start_helper();
     void help();
     std::thread *start_thread(void (Mailboxes::*run)());
@@ -215,6 +217,8 @@ class Mailboxes {
     bool may_read = true;
     void *mapped = nullptr;
     size_t mapped_nbytes = 0; // 0: the memory is the caller's
+    int file = -1;            // if the rings that this rank writes are not allocated yet: the memory's descriptor
+    int64_t rings_offset = 0; // and where they are there
     int process = 0;
 
     std::atomic<bool> closed{false}, out_of_memory{false};

@@ -85,11 +85,11 @@ void boxes_dealloc(PyObject *object) {
     free_object(object);
 }
 
-PyObject *boxes_nbytes(PyObject *, PyObject *args) {
+template <int64_t (*NBYTES)(int)> PyObject *boxes_nbytes(PyObject *, PyObject *args) {
     int ranks;
     if (!PyArg_ParseTuple(args, "i", &ranks)) return nullptr;
     if (ranks < 1 || ranks > MAX_RANKS) return PyErr_Format(PyExc_ValueError, "the number of ranks is out of range");
-    return PyLong_FromLongLong(Mailboxes::nbytes(ranks));
+    return PyLong_FromLongLong(NBYTES(ranks));
 }
 
 template <uint64_t (Mailboxes::*BEGIN)(int, int64_t, char *, uint64_t), int LEAST>
@@ -214,7 +214,10 @@ PyObject *boxes_close(PyObject *object, PyObject *) {
 }
 
 PyMethodDef boxes_methods[] = {
-    {"nbytes", boxes_nbytes, METH_VARARGS | METH_STATIC, "nbytes(ranks): return the size of the memory for this many ranks."},
+    {"nbytes", boxes_nbytes<Mailboxes::nbytes>, METH_VARARGS | METH_STATIC,
+     "nbytes(ranks): return the size of the memory for this many ranks."},
+    {"head_nbytes", boxes_nbytes<Mailboxes::head_nbytes>, METH_VARARGS | METH_STATIC,
+     "head_nbytes(ranks): return how many bytes at its start must be allocated. Ranks allocate more when they send."},
     {"reach", locked<boxes_reach>, METH_VARARGS,
      "reach(connections, ranks): also exchange messages with ranks of other hosts, whose numbers here follow those of this "
      "host, in this order. A rank without a connection cannot be reached."},

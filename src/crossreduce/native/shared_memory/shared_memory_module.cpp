@@ -189,6 +189,7 @@ PyObject *memory_caller(PyObject *object, PyObject *) { return PyLong_FromUnsign
 PyObject *memory_can_read(PyObject *object, PyObject *args) {
     int rank;
     const SharedMemory *memory = read_rank(object, args, rank);
+    if (memory != nullptr && memory->state(rank).process.load() == 0) Py_RETURN_NONE;
     return memory == nullptr ? nullptr : PyBool_FromLong(memory->can_read(rank));
 }
 
@@ -335,7 +336,8 @@ PyMethodDef memory_methods[] = {
     {"awaited", locked<memory_awaited>, METH_NOARGS, "After outcome 6: return the PendingMessage of another host, and its rank."},
     {"caller", locked<memory_caller>, METH_NOARGS, "Return the identity of the thread that makes a prepared call, or 0."},
     {"can_read", locked<memory_can_read>, METH_VARARGS,
-     "can_read(rank): return whether this process may read the memory of the rank's process. Only before the first op."},
+     "can_read(rank): return whether this process may read the memory of the rank's process, or None if that does not use "
+     "the memory yet. Only before the first op."},
     {"carry", locked<memory_carry>, METH_O, "carry(connections): move their messages while this rank waits at a barrier."},
     {"close", locked<memory_close>, METH_NOARGS, "Unmap the memory; afterwards every other method raises ValueError."},
     {"number", locked<memory_number>, METH_NOARGS, "Return the number of this rank's latest op, starting at 1."},

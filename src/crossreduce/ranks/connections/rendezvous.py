@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from ...errors import CollectiveTimeout, PeerLostError, ReductionError, decoded, encoded, message, rank_list
 from ..transports import tcp
 from ..transports.addresses import chosen_interfaces
-from ..transports.base import Links
+from ..transports.base import Links, first_of
 from ..transports.choice import socket_count
 from .peers import rail_peers
 
@@ -63,7 +63,17 @@ class StoreRendezvous:
         self._unsent: bytes | None = None  # the reason of an abort that could not be stored yet
         self._answered: dict[int, bool] = {}  # for each rank that answered the roll call, whether its wait timed out
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def first(self, key: str, value: bytes) -> bytes:
+        """Return the ``value`` that was stored first for this ``key``. See ``Rendezvous``."""
+        with self._store_errors():
+            try:
+                return bytes(self._store.compare_set(f"first {key}", b"", value))
+            except RuntimeError as error:
+                if not re.search("pure virtual|Not implemented", str(error)):  # of a store that is written in Python
+                    raise
+        return first_of(self, key, value)
+
+    def all_gather(self, payload: bytes, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
         """Return the payloads of all ranks. See ``Rendezvous``. If the store is lost, raise a ``PeerLostError``."""
         if self._failure is not None:  # the store may have ended since
             raise self._failure
@@ -71,21 +81,16 @@ class StoreRendezvous:
         with self._store_errors():
             if self._has_aborted:  # a rank that waits for others looks for the reason of an abort meanwhile
                 self._raise_cause()
-            return self._gather(payload)
-
-    def _gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks in call ``_calls``."""
-        keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], b"." + payload)  # some stores treat an empty value as a missing one
-        self._wait_for(
-            lambda: self._have_arrived(keys), lambda: [k for k, key in enumerate(keys) if not self._store.check([key])]
-        )
-        values = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-        payloads = [bytes(value)[1:] for value in values]
-        if self._calls > 1:  # every rank has begun this call, so every rank has read the previous one's payloads
-            with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
-                self._store.delete_key(f"{self._calls - 1}/{self.rank}")
-        return payloads
+            keys = [f"{self._calls}/{rank}" for rank in range(self.size)]
+            self._store.set(keys[self.rank], b"." + payload)  # some stores treat an empty value as a missing one
+            meanwhile()
+            self._wait_for(keys)
+            values = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            payloads = [bytes(value)[1:] for value in values]
+            if self._calls > 1:  # every rank has begun this call, so every rank has read the previous one's payloads
+                with contextlib.suppress(RuntimeError):  # an old FileStore cannot delete
+                    self._store.delete_key(f"{self._calls - 1}/{self.rank}")
+            return payloads
 
     def meet(self) -> None:
         """Return when all ranks have called this. If a rank has aborted before, raise its error on all ranks.
@@ -97,20 +102,18 @@ class StoreRendezvous:
             self._store.compare_set(_CAUSE, b"", MET)
             self._raise_cause()
 
-    def _wait_for(self, have_arrived: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Return when all ranks have arrived. After ``timeout_s``, raise an error on all ranks.
-
-        ``have_arrived``: asks the store. ``missing``: returns the ranks that have not arrived.
-        """
-        now, pause = time.monotonic(), PAUSES_S[0]
-        deadline, look_at = now + self.timeout_s, now + PAUSES_S[1]
-        while not have_arrived():
+    def _wait_for(self, keys: list[str]) -> None:
+        """Return when all ranks have stored values at their keys. After ``timeout_s``, raise an error on all ranks."""
+        asked, pause = time.monotonic(), PAUSES_S[0]
+        deadline, look_at = asked + self.timeout_s, asked + PAUSES_S[1]
+        while not self._have_arrived(keys):
             self.watch()
             if (now := time.monotonic()) > look_at:  # each query of the store takes time
                 look_at = now + PAUSES_S[1]
                 self._raise_cause()
             if now > deadline:
-                if late := [self._global_ranks[rank] for rank in missing()]:
+                pairs = zip(keys, self._global_ranks, strict=True)
+                if late := [rank for key, rank in pairs if not self._store.check([key])]:
                     problem = f"{rank_list(late)} did not reach the rendezvous within {self.timeout_s:g} s."
                     given = f"rank {self._global_ranks[self.rank]} waited; the group has {self.size} ranks"
                     remedy = "start all ranks; the same calls in the same order on all of them; a longer timeout"
@@ -119,8 +122,8 @@ class StoreRendezvous:
                         self._raise_cause()  # the stored reason: this error, or one that another rank stored before
                         raise error  # the store cannot be reached
                 return  # the others have arrived just now
-            time.sleep(pause)
-            pause = min(_GROWTH * pause, PAUSES_S[1])
+            time.sleep(max(0.0, asked + pause - now))  # not if ``_have_arrived`` has waited
+            asked, pause = time.monotonic(), min(_GROWTH * pause, PAUSES_S[1])
 
     def _have_arrived(self, keys: list[str]) -> bool:
         """Wait up to ``PAUSES_S[1]`` seconds for values, and return whether all of them are stored."""
@@ -294,7 +297,7 @@ class ConnectionStore:
         ``transport``: the name of the transport that will use them. ``everyone``: connect to all ranks of other hosts,
         by one connection each. ``without``: ranks that are known to be out of reach.
         """
-        peers = rail_peers(hosts, self._rank) if len(hosts) > 1 else ()
+        peers = rail_peers(hosts, self._rank)
         count, measures = socket_count(transport, len(hosts))
         if everyone:
             peers = tuple(rank for host in hosts if self._rank not in host for rank in host)

@@ -1,9 +1,8 @@
 """Bootstrap: the ranks of a group find out which of them share a host, and share memory there.
 
-Input: a rendezvous, and the number of bytes that a host's ranks need. Output: the hosts, a file descriptor of this
-host's memory, and the number of CPUs of its ranks. Ranks are on one host if their identifiers (``_identity``) are equal
-and the first of them could send its memory to all others. The memory has no name in the file system, so it is always
-freed when the processes end.
+Input: a rendezvous, and the number of bytes that a host's ranks need. Output: the hosts, and a file descriptor of this
+host's memory. Ranks are on one host if their identifiers (``_identity``) are equal and the one that came first could
+send its memory to all others. The memory has no name in the file system, so it is always freed when the processes end.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ import secrets
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ... import kernels
 from ...errors import MismatchError, ReductionError, message, rank_list
 from ...observe.flight_recorder import version
 from ..transports.addresses import network_identity
 from ..transports.base import Rendezvous
+from . import votes
 
 with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
     import fcntl
@@ -32,35 +33,46 @@ with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a Backen
 _LOG: Final = logging.getLogger("crossreduce")
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
 _LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
+_MOST_EARLY: Final = 16  # the ranks of a group for which memory is made before it is known that they are on one host
 _MEMORY_S: Final = 30.0  # how long a rank waits for the memory of another rank; it is sent at once
+_SLICE_S: Final = 0.05  # how often a rank that waits for it checks that the other rank has not ended
+_UNCHECKED: Final = 1 << 20  # bytes that a rank allocates without a check of the available memory, as any program does
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; Linux before 6.3 does not support it
 
 
 class BootstrapResult(NamedTuple):
     """``hosts``: the ranks of each host, sorted by the hosts' lowest ranks. ``host``: the ranks of this host.
 
-    ``fd``: the memory that the ranks of ``host`` share, zeroed; the caller must close it. ``cpus``: the number of CPUs
-    on which at least one of these ranks may run, since launchers may bind each rank to CPUs of its own. ``texts``: the
-    text of each rank of the group.
+    ``fd``: the memory that the ranks of ``host`` share, zeroed, or -1; the caller must close it. ``cpus``: of each rank
+    of the group, those on which it may run, since launchers may bind each rank to CPUs of its own. ``values``: of each
+    rank. ``problem``: why this rank does not share memory, or "".
     """
 
     hosts: tuple[tuple[int, ...], ...]
     host: tuple[int, ...]
     fd: int
-    cpus: int
-    texts: list[str]
+    cpus: list[list[int]]
+    values: list[Any]
+    problem: str
+
+    @property
+    def cpu_count(self) -> int:
+        """The number of CPUs on which at least one rank of this host may run."""
+        return len({cpu for rank in self.host for cpu in self.cpus[rank]})
 
 
 class _HostInfo(NamedTuple):
-    """The message of a rank to all others. Ranks with equal ``identity`` may share memory. ``name``: its socket's name.
+    """The message of a rank to all others. ``source``: the rank of its host that makes the memory. ``name``: where it
+    receives that, or "".
 
     ``version`` must stay the first field in all versions, since the versions are compared before the rest is read.
     """
 
     version: str
-    identity: list[str]
+    source: int
     name: str
     cpus: list[int]
+    value: Any
 
 
 def bootstrap(
@@ -68,7 +80,7 @@ def bootstrap(
     nbytes: Callable[[int, int], int],
     global_ranks: Sequence[int] | None = None,
     first: Callable[[int, int], Sequence[tuple[int, int]]] | None = None,
-    text: str = "",
+    value: Any = None,
 ) -> BootstrapResult:
     """Find out which ranks share a host, and share memory with them, on Linux. All ranks must call it together.
 
@@ -77,38 +89,51 @@ def bootstrap(
     Args:
       rendezvous: the rendezvous of the ranks.
       nbytes: returns the number of bytes that the ranks of one host share, given the number of these ranks and the
-        maximum number of hosts.
+        maximum number of hosts. The memory has more: its end is for ``votes``.
       global_ranks: the ranks' numbers in messages; by default 0, 1, ...
       first: given the same, returns the ranges (offset, size) of the memory that are allocated if all ranks are on one
         host; before a rank writes elsewhere, it allocates more. The default is everything.
-      text: a text for all other ranks.
+      value: a value for all other ranks that JSON can represent.
     Raises:
       MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
       ReductionError: this rank cannot allocate memory even for itself alone.
       CollectiveTimeout: some ranks did not reach the rendezvous in time.
     """
-    rank, name, cpus = rendezvous.rank, _new_name(), sorted(os.sched_getaffinity(0))
-    numbers = global_ranks or range(rendezvous.size)
+    rank, everyone, name, problem = rendezvous.rank, rendezvous.size, _new_name(), ""
+    numbers = global_ranks or range(everyone)
+    fd, sizes = -1, (0, 0)  # the memory of this rank's host, and for how many ranks and hosts this rank has made it
     with _sender(name) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
-        own = _HostInfo(version(), _identity() or [name], name, cpus)  # a rank without identifiers is alone
-        received = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
-        _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
-        infos = [_HostInfo(*info) for info in received]
-        ranks = [other for other, info in enumerate(infos) if info.identity == own.identity]
-        # Ranks that cannot share memory count as one host each, so there may be more hosts than identities.
-        most_hosts = max(_LEAST_HOSTS, len({tuple(info.identity) for info in infos}))
-        size, fd, problem, name = nbytes(len(ranks), most_hosts), -1, "", ""
+        # The first rank of a host that comes here makes the memory and sends it. A rank without identifiers is alone.
+        key = json.dumps([version(), *(_identity() or [name])])
+        source, sent_from = json.loads(rendezvous.first(key, json.dumps([rank, name]).encode()))
+
+        def make(ranks: int = everyone, hosts: int = _LEAST_HOSTS) -> None:
+            """Make memory, if this rank has to. That for the ranks of a single host is made while other ranks come."""
+            nonlocal fd, sizes, problem
+            if source == rank and (ranks, hosts) != sizes:
+                _close(fd)
+                fd, sizes, problem = -1, (ranks, hosts), ""
+                try:
+                    fd = _memory(nbytes(*sizes), first(*sizes) if first and ranks == everyone else ())
+                except OSError as error:
+                    problem = f"rank {numbers[rank]} could not share {nbytes(*sizes)} bytes: {error}"
+
         try:
+            received_at = ""
             try:
-                if rank == ranks[0]:  # the first rank of a host allocates the memory and sends it to the others
-                    fd = _memory(size, first(len(ranks), most_hosts) if first and len(ranks) == len(infos) else ())
-                else:
-                    name = _receive_only_from(infos[ranks[0]].name, receiver)
+                received_at = "" if source == rank else _receive_only_from(sent_from, receiver)
             except OSError as error:
-                problem = f"rank {numbers[rank]} could not share {size} bytes: {error}"
-            gathered = [json.loads(each) for each in rendezvous.all_gather(json.dumps([name, text]).encode())]
-            names, texts = ([each[k] for each in gathered] for k in (0, 1))
-            receivers = [names[other] for other in ranks[1:] if rank == ranks[0] and names[other]]
+                problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
+            own = _HostInfo(version(), source, received_at, sorted(os.sched_getaffinity(0)), value)
+            early = make if everyone <= _MOST_EARLY else lambda: None
+            received = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode(), early)]
+            _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
+            infos = [_HostInfo(*info) for info in received]
+            ranks = [other for other, info in enumerate(infos) if info.source == source]
+            # Ranks that cannot share memory count as one host each, so there may be more hosts than sources.
+            most_hosts = max(_LEAST_HOSTS, len({info.source for info in infos}))
+            make(len(ranks), most_hosts)
+            receivers = [infos[other].name for other in ranks if source == rank and infos[other].name]
             try:
                 _send(sender, fd, receivers)
             except OSError as error:
@@ -116,40 +141,56 @@ def bootstrap(
                 with suppress(OSError):
                     _send(sender, -1, receivers)  # so that they wait no longer
             try:
-                if rank != ranks[0] and not problem:
-                    fd = _receive_memory(receiver, size)
+                if source != rank and not problem:
+                    fd = _receive_memory(receiver, nbytes(len(ranks), most_hosts))
             except OSError as error:
                 problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
-            problems = [text.decode() for text in rendezvous.all_gather(problem.encode())]
-            hosts = _hosts(infos, problems)
-            if ranks not in map(list, hosts) and rank == ranks[0]:
-                warning = (
-                    f"{rank_list(numbers[other] for other in ranks)} are on one host but could not share memory; "
-                    "each is now treated as if it were alone on a host."
-                )
-                why = "; ".join(problems[rank] for rank in ranks if problems[rank])
-                remedy = (
-                    "more memory for the container, or a different CROSSREDUCE_HOST in each container that cannot "
-                    "share memory with the others"
-                )
-                _LOG.warning("%s", message(warning, why, remedy))
-            if any(problems[other] for other in ranks):  # continue alone, with memory for one rank
-                if fd >= 0:
-                    os.close(fd)
-                fd, size = -1, nbytes(1, rendezvous.size)
-                try:
-                    fd = _memory(size)
-                except OSError as error:
-                    limits = {errno.EFBIG: "ulimit -f unlimited", errno.EMFILE: "more open files (ulimit -n)"}
-                    remedy = limits.get(error.errno or 0, "a larger memory limit")
-                    problem = "memory could not be allocated."
-                    raise ReductionError.of(problem, f"{size} bytes: {error}", remedy) from error
+            found = BootstrapResult(
+                _hosts(infos), tuple(ranks), fd, [each.cpus for each in infos], [each.value for each in infos], problem
+            )
+            return settled(found, rendezvous, nbytes, numbers) if problem or len(found.hosts) > 1 else found
         except BaseException:
-            if fd >= 0:
-                os.close(fd)
+            _close(fd)
             raise
-        host = next(ranks for ranks in hosts if rank in ranks)
-        return BootstrapResult(hosts, host, fd, len({cpu for other in host for cpu in infos[other].cpus}), texts)
+
+
+def settled(
+    found: BootstrapResult, rendezvous: Rendezvous, nbytes: Callable[[int, int], int], numbers: Sequence[int]
+) -> BootstrapResult:
+    """Return the result after a split of those hosts whose ranks cannot all share memory. All ranks call it together.
+
+    If ``bootstrap`` has found one host, ranks that have the memory call this only if they find that others do not. For
+    the arguments and errors see there; ``numbers`` are the global ranks.
+    """
+    problems = [text.decode() for text in rendezvous.all_gather(found.problem.encode())]
+    if not any(problems[other] for other in found.host):
+        return found._replace(hosts=_split(found.hosts, problems))
+    rank, here = rendezvous.rank, found.host
+    if rank == here[0] and len(here) > 1:
+        warning = (
+            f"{rank_list(numbers[other] for other in here)} are on one host but could not share memory; each is now "
+            "treated as if it were alone on a host."
+        )
+        why = "; ".join(problems[other] for other in here if problems[other])
+        remedy = (
+            "more memory for the container, or a different CROSSREDUCE_HOST in each container that cannot share memory "
+            "with the others"
+        )
+        _LOG.warning("%s", message(warning, why, remedy))
+    size = nbytes(1, rendezvous.size)
+    try:
+        fd = _memory(size)
+    except OSError as error:
+        limits = {errno.EFBIG: "ulimit -f unlimited", errno.EMFILE: "more open files (ulimit -n)"}
+        remedy = limits.get(error.errno or 0, "a larger memory limit")
+        raise ReductionError.of("memory could not be allocated.", f"{size} bytes: {error}", remedy) from error
+    _close(found.fd)
+    return found._replace(hosts=_split(found.hosts, problems), host=(rank,), fd=fd)
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
 
 
 def _require_same_version(versions: dict[int, str]) -> None:
@@ -175,28 +216,36 @@ def _identity() -> list[str]:
     return [*system, os.environ.get("CROSSREDUCE_HOST", "")]
 
 
-def _hosts(infos: Sequence[_HostInfo], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host: ranks of the same identity. If one of them had a problem, each is alone on a host.
+def _hosts(infos: Sequence[_HostInfo]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host: those with one source."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, info in enumerate(infos):
+        ranks_of.setdefault(info.source, []).append(rank)
+    return tuple(map(tuple, ranks_of.values()))
 
-    >>> _hosts([_HostInfo("1", ["a"], "", [])] * 2 + [_HostInfo("1", ["b"], "", [])] * 2, ["", "", "", "broken"])
+
+def _split(hosts: Sequence[Sequence[int]], problems: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host. If one of them had a problem, each is alone on a host.
+
+    >>> _split([(0, 1), (2, 3)], ["", "", "", "broken"])
     ((0, 1), (2,), (3,))
     """
-    ranks_of: dict[tuple[str, ...], list[int]] = {}
-    for rank, info in enumerate(infos):
-        ranks_of.setdefault(tuple(info.identity), []).append(rank)
-    hosts: list[tuple[int, ...]] = []
-    for ranks in ranks_of.values():
-        hosts += [(rank,) for rank in ranks] if any(problems[rank] for rank in ranks) else [tuple(ranks)]
-    return tuple(sorted(hosts))
+    apart = [any(problems[rank] for rank in ranks) for ranks in hosts]
+    pairs = zip(hosts, apart, strict=True)
+    return tuple(
+        sorted(part for ranks, alone in pairs for part in ([(x,) for x in ranks] if alone else [tuple(ranks)]))
+    )
 
 
 def _memory(nbytes: int, ranges: Sequence[tuple[int, int]] = ()) -> int:
-    """Return a file descriptor of memory of fixed size that only this user can open.
+    """Return a file descriptor of memory of fixed size that only this user can open, with memory for votes at its end.
 
     ``ranges``: (offset, size) of the parts that are allocated; everything if there are none.
     """
-    available = kernels.available_memory()
-    if nbytes > available:  # Linux would not refuse to allocate, but kill processes
+    end = votes.offset(nbytes)
+    ranges = [*(ranges or [(0, end)]), (end, votes.NBYTES)]
+    # Linux would not refuse to allocate, but kill processes. To find out what is available takes 0.5 ms.
+    if sum(size for _, size in ranges) > _UNCHECKED and nbytes > (available := kernels.available_memory()):
         raise OSError(errno.ENOMEM, f"{available} bytes are available")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -207,8 +256,8 @@ def _memory(nbytes: int, ranges: Sequence[tuple[int, int]] = ()) -> int:
         fd = os.memfd_create("crossreduce", flags)
     try:
         os.fchmod(fd, stat.S_IRUSR | stat.S_IWUSR)
-        os.ftruncate(fd, max(nbytes, 1))
-        for offset, size in ranges or [(0, max(nbytes, 1))]:
+        os.ftruncate(fd, end + votes.NBYTES)
+        for offset, size in ranges:
             os.posix_fallocate(fd, offset, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -251,15 +300,29 @@ def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
     """Send the memory ``fd``, or, if this is -1, nothing, to the sockets ``names`` of other ranks."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
     sender.settimeout(_MEMORY_S)  # its buffer may be full until some have read their message
+    failure: OSError | None = None
     for name in names:
-        sender.sendmsg([b"m"], rights, 0, name)
+        try:
+            sender.sendmsg([b"m"], rights, 0, name)
+        except OSError as error:  # this rank may have ended; the others wait
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
     """Return the file descriptor of the memory that another rank sends to this rank's receiver."""
     room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
-    receiver.settimeout(_MEMORY_S)
-    _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    receiver.settimeout(_SLICE_S)
+    until, has_ended = time.monotonic() + _MEMORY_S, False
+    while True:
+        with suppress(TimeoutError):
+            _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+            break
+        if has_ended or time.monotonic() > until:
+            raise TimeoutError("that rank has ended, or has sent nothing")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:  # what was sent before the end is still read
+            has_ended = other.connect_ex(receiver.getpeername()) != 0
     data_of = {kind: data for _, kind, data in parts}
     if socket.SCM_RIGHTS not in data_of:
         raise OSError(errno.EBADMSG, "the message contained no file descriptor; see ulimit -n")

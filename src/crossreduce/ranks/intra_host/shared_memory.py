@@ -21,6 +21,7 @@ from ... import kernels
 from ...errors import ReductionError, UnsupportedError, decoded, encoded
 from ...observe.diagnostics import CallSignature
 from ...observe.liveness import LEFT, is_stopped, lock_holder
+from . import votes
 from .registers import Registers
 
 with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
@@ -33,9 +34,8 @@ MAX_TEXT_BYTES: Final = 232  # the limit of a call's description; as in the nati
 MAX_CAUSE_BYTES: Final = 2040
 READS_PEERS: Final = True  # whether receivers read messages from the sender's process, if the system allows it
 _PAGE: Final = 1 << 16  # the largest page of any system
-_READY_BYTES: Final = (
-    1 << 17
-)  # allocated in each half of a slot; zeroing all of it would take most of the time of a group
+_READY_BYTES: Final = 1 << 15  # allocated in each half of a slot; all of it would take most of the time of a group
+_PAUSE_S: Final = 20e-6
 
 DONE, WAITING, MISMATCH, BROKEN, NO_MEMORY, UNREADABLE, ELSEWHERE, DIFFERS = range(8)
 """The outcomes: all required stages are executed; ``SLICE_S`` ended before that; the ranks' calls differ; the group was
@@ -81,10 +81,10 @@ class RankMemory:
         offset = _mailboxes_offset(len(host), slot)
         self.mailboxes = kernels.native().Mailboxes(fd, offset, self.place, len(host), spin_s, READS_PEERS)
         # mmap duplicates the descriptor. Closing the copy would release this process's lock, so only ``close`` does so.
-        offset, room = _registers_offset(len(host), slot), Registers.nbytes(len(host), size, hosts)
+        offset = _registers_offset(len(host), slot)
         self._mapping = self._registers = None
-        if os.fstat(fd).st_size >= offset + room:
-            self._mapping = mmap.mmap(fd, room, offset=offset)
+        if os.fstat(fd).st_size >= votes.offset(offset + Registers.nbytes(len(host), size, hosts)) + votes.NBYTES:
+            self._mapping = mmap.mmap(fd, os.fstat(fd).st_size - offset, offset=offset)
             self._registers = Registers(self._mapping, self.place, len(host), size, hosts)
 
     @staticmethod
@@ -99,11 +99,12 @@ class RankMemory:
     def first(ranks: int, slot: int, nbytes: int) -> list[tuple[int, int]]:
         """Return the ranges (offset, size) that are needed at first of memory of ``nbytes`` bytes on a single host.
 
-        A rank allocates more of its own slot when an op needs it.
+        A rank allocates more of its own slot when an op needs it, and more of its mailboxes when it sends a message.
         """
-        begin, end = int(kernels.native().SharedMemory.nbytes(ranks, 0)), _mailboxes_offset(ranks, slot)
+        native, registers = kernels.native(), _registers_offset(ranks, slot)
+        begin, head = int(native.SharedMemory.nbytes(ranks, 0)), int(native.Mailboxes.head_nbytes(ranks))
         halves = [(begin + k * slot // 2, _READY_BYTES) for k in range(2 * ranks)]
-        return [(0, begin), *halves, (end, nbytes - end)]
+        return [(0, begin), *halves, (_mailboxes_offset(ranks, slot), head), (registers, nbytes - registers)]
 
     @property
     def registers(self) -> Registers:
@@ -117,9 +118,19 @@ class RankMemory:
             raise UnsupportedError.of(problem, remedy="the remedy in the warning logged when the group started")
         return self._registers
 
-    def can_read_all(self) -> bool:
-        """Return whether this process may read the memory of all ranks of the host. Call it before the first op."""
-        return all(self.native.can_read(place) for place in range(len(self.host)))
+    def can_read_all(self) -> bool | None:
+        """Return whether this process may read the memory of all ranks of the host. Call it before the first op.
+
+        The result is ``None`` if some of them do not map the memory soon.
+        """
+        until, places = time.monotonic() + SLICE_S, range(len(self.host))
+        while None in (found := [self.native.can_read(place) for place in places]) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+        return None if None in found else all(found)
+
+    def vote(self, agrees: bool | None) -> bool | None:
+        """Return whether all ranks of the host agree, the same on all, or ``None``. Call it once. See ``votes``."""
+        return votes.vote(self._mapping, len(self.host), agrees) if self._mapping is not None else None
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
         """Begin the next op and execute the stages before ``until``. Return an outcome (see ``DONE``).
@@ -249,6 +260,7 @@ class RankMemory:
     def __del__(self) -> None:
         """Close the descriptor. The native object unmaps the memory, except in a forked process."""
         if getattr(self, "fd", -1) >= 0 and os is not None:  # Python sets ``os`` to None when it ends
+            self.mailboxes = None  # its thread may use the descriptor
             os.close(self.fd)
 
 

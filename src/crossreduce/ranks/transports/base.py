@@ -32,12 +32,20 @@ class Rendezvous(Protocol):
     watch: Callable[[], None]
     """Called again and again while ``all_gather`` waits for other ranks. An error ends the wait."""
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def all_gather(self, payload: bytes, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
         """Return the payloads of all ranks, in the order of the ranks. All ranks call it, in the same order.
+
+        ``meanwhile`` is called once when this rank's payload was sent.
 
         Raises:
           CollectiveTimeout: some ranks did not call it in time; the error names them.
           ReductionError: a rank has published the reason of an abort, which is this error.
+        """
+
+    def first(self, key: str, value: bytes) -> bytes:
+        """Return the ``value`` of the first rank with this ``key``. All ranks call it together, with any keys.
+
+        Errors are those of ``all_gather``.
         """
 
     def publish_abort(self, cause: bytes) -> bytes:
@@ -76,6 +84,12 @@ class Rendezvous(Protocol):
 
         If this process serves the rendezvous, wait until all ``readers`` have read it, for at most a second.
         """
+
+
+def first_of(rendezvous: Rendezvous, key: str, value: bytes) -> bytes:
+    """Return what ``Rendezvous.first`` does: the ``value`` of the lowest rank with this ``key``."""
+    pairs = [each.split(b"\0", 1) for each in rendezvous.all_gather(key.encode() + b"\0" + value)]
+    return next(theirs for other, theirs in pairs if other == key.encode())
 
 
 class PendingMessage(Protocol):

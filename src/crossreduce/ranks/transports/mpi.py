@@ -16,6 +16,7 @@ from typing import Any, Final
 from ... import kernels
 from ...errors import CollectiveTimeout, decoded, message, rank_list
 from ...threads import start_thread
+from .base import first_of
 
 _GATHER, _CAUSE = 1, 2  # the tags of MpiRendezvous's messages
 _LEFT: Final = 3  # the tag of the empty message by which a rank tells another one that it has left
@@ -43,13 +44,16 @@ class MpiRendezvous:
         self.watch: Callable[[], None] = lambda: None
         self._sent: list[Any] = []  # requests, which reference the bytes that MPI still reads
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    first = first_of
+
+    def all_gather(self, payload: bytes, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
         """Return the payloads of all ranks."""
         if (cause := self.abort_cause()) is not None:
             raise decoded(cause)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = {rank: self._comm.isend(payload, rank, _GATHER) for rank in others}
         payloads: dict[int, bytes] = {self.rank: payload}
+        meanwhile()
         deadline, pause = time.monotonic() + self._timeout_s, _SHORTEST_S
         while missing := [rank for rank in others if rank not in payloads]:
             arrived = [rank for rank in missing if self._comm.iprobe(rank, _GATHER)]

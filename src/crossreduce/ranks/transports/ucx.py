@@ -31,7 +31,7 @@ _REMEDY: Final = "UCX_NET_DEVICES and UCX_TLS that this host has (ucx_info -d li
 def has_device() -> bool:
     """Return whether this host has an RDMA device, one of whose ports is active."""
     try:
-        return any("ACTIVE" in state.read_text() for state in _DEVICES.glob("*/ports/*/state"))
+        return _DEVICES.exists() and any("ACTIVE" in state.read_text() for state in _DEVICES.glob("*/ports/*/state"))
     except OSError:  # removed meanwhile
         return False
 
