@@ -1,5 +1,7 @@
 """Collectives of a group of torch that were prepared run without Python, unless they need a part of it."""
 
+import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crossreduce import ArgumentError, ContextError, ReduceOp
 from crossreduce.engines.host.prepared import compiled_module
+from crossreduce.ranks.intra_host.shared_memory import SPIN_S
 from crossreduce.torch.options import option_probes
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names before torch 2.13
@@ -240,3 +243,31 @@ def test_an_unexpected_layout_of_options_is_noticed():
                     assert not use(timeouts, changed), (k, place)
     finally:
         assert use(timeouts, kinds)
+
+
+def on_one_processor(rendezvous, store, messages):
+    """Return the CPU time of a call, in s, when both ranks may use the same processor only, after they have met."""
+    group_of(rendezvous, store)
+    x, other = torch.ones(16), 1 - rendezvous.rank
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+    def call():
+        if not messages:
+            dist.all_reduce(x)
+        for exchange in (dist.send, dist.recv)[:: 1 if rendezvous.rank else -1] if messages else ():
+            exchange(x, other)
+
+    for _ in range(50):
+        call()
+    before = time.process_time()
+    for _ in range(500):
+        call()
+    used_s = time.process_time() - before
+    dist.destroy_process_group()
+    return used_s / 500
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_ranks_that_share_a_processor_do_not_spin(tmp_path, messages):
+    """Spinning keeps the awaited rank from running: a call would then take the time for which a rank spins, or more."""
+    assert max(ranks(2, on_one_processor, tmp_path / "store", messages)) < SPIN_S * (2 if messages else 0.5)

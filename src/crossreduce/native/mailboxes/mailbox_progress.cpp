@@ -180,10 +180,11 @@ MessageStatus Mailboxes::wait(uint64_t id, int64_t slice_ns, int &source, uint64
     bool undisturbed = true; // by signals, which Python handles
     std::optional<Bells::Bell> bell;
     while (undisturbed && !finished() && (now = now_ns()) < until && !closed.load() && !out_of_memory.load()) {
-        if (now < since + spin_ns && !is_far) {
+        if (now < since + spin_ns && !is_far && !shares_cpu.load()) {
             for (int k = 0; k < 64 && !(changed = advance(until)); k++) relax();
         } else if ((is_far && changed) || (now < since + YIELD_NS && (!is_far || remotes.size() <= MOST_POLLED))) {
             sched_yield();
+            shares_cpu.store(now_ns() - now > SWITCH_NS);
             changed = advance(until);
         } else if (is_far) {
             if (bell) {

@@ -222,6 +222,7 @@ class Mailboxes {
     int process = 0;
 
     std::atomic<bool> closed{false}, out_of_memory{false};
+    std::atomic<bool> shares_cpu{false}; // whether another thread ran when a thread that waits yielded last, see SWITCH_NS
     std::atomic<int> users{0}, waiters{0};
     std::atomic<uint32_t> scanned{0}; // the bell's value when the rings were last read
     std::atomic<int> unread{0};       // the size of `reads`

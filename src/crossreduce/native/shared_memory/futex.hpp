@@ -19,6 +19,9 @@ constexpr int64_t YIELD_NS = 200000;
 // How long a thread yields its CPU that did not make the group: a step of DDP on 8 ranks took 0.96 of the time with YIELD_NS.
 constexpr int64_t HELPER_YIELD_NS = 20000;
 
+// If yielding takes longer, another thread has run on this processor: perhaps the rank that is awaited, which spinning delays.
+constexpr int64_t SWITCH_NS = 1500;
+
 inline int64_t now_ns(clockid_t clock = CLOCK_MONOTONIC) {
     timespec time;
     clock_gettime(clock, &time);

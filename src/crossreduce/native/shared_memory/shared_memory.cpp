@@ -183,7 +183,7 @@ bool SharedMemory::wait_from(int64_t now, int64_t until_ns) {
     // A thread that runs ops beside its process's own work sleeps early: yielding takes the CPU from that work.
     const int64_t yield_ns = std::this_thread::get_id() == maker ? YIELD_NS : HELPER_YIELD_NS;
     const int64_t spin = std::min(until_ns, now + spin_ns), yield = std::min(until_ns, now + yield_ns);
-    while (now < spin) {
+    while (now < spin && !shares_cpu) {
         for (int k = 0; k < 64; k++) {
             if (all_reached()) return true;
             relax();
@@ -193,8 +193,10 @@ bool SharedMemory::wait_from(int64_t now, int64_t until_ns) {
     while (now < yield) {
         if (progress) progress();
         sched_yield();
-        if (all_reached()) return true;
+        const int64_t began = now;
         now = now_ns(CLOCK_MONOTONIC);
+        shares_cpu = now - began > SWITCH_NS;
+        if (all_reached()) return true;
     }
     while (now < until_ns && group->aborted.load(std::memory_order_acquire) == 0) {
         const int64_t left = progress && progress() ? std::min(until_ns - now, NAP_NS) : until_ns - now;

@@ -199,6 +199,7 @@ class SharedMemory {
     int64_t ready = INT64_MAX; // how many bytes of each half of its slot this rank may use
     bool lacks_memory = false; // the current op needs more, and the system has not enough
     std::thread::id maker = std::this_thread::get_id();
+    bool shares_cpu = false; // whether another thread ran on this processor when this rank yielded last
     int process = 0;          // the process that mapped the memory
     int threads = 1;
     int64_t probe = 0;
