@@ -73,6 +73,19 @@ def test_each_share_reaches_every_device_and_crosses_once_to_each_host(name, sty
     assert max(cards.values()) == min(cards.values())
 
 
+@pytest.mark.parametrize(("sizes", "nbytes"), [((1, 1), 4096), ((1, 4), 4)])
+def test_a_host_with_a_single_device_is_planned(sizes, nbytes):
+    """The first host has no links inside, and shares may be fewer than the parts into which others are divided."""
+    names = [[f"host{h}/cuda:{k}" for k in range(count)] for h, count in enumerate(sizes)]
+    pairs = [pair for host in names if len(host) > 1 for pair in zip(host, [*host[1:], host[0]], strict=True)]
+    links = [(a, b, 25, 1e-6) for pair in pairs for a, b in (pair, pair[::-1])]
+    links += [(a, b, 12.5, 2e-5) for host in names for a, b in ((host[0], "net"), ("net", host[0]))]
+    topology = cr.Topology([name for host in names for name in host], links, ["net"])
+    found = cr.plan(topology, "all_gather", nbytes)
+    verify(found.schedule)
+    assert found.seconds <= min(cr.plan(topology, "all_gather", nbytes, each).seconds for each in ("ring", "direct"))
+
+
 @pytest.mark.parametrize("kind", ["landings", "by_level", "packed"])
 def test_other_trees_reach_every_device_once(kind):
     """Shares may cross twice to a host. Trees inside a host may be packed for bandwidth: they then reach the rate of an

@@ -126,6 +126,7 @@ template <Collective collective> PyObject *in_place(PyObject *object, PyObject *
 // (output, tensor, options)
 template <Collective collective> PyObject *moved(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (count != 3) return PyErr_Format(PyExc_TypeError, "3 arguments expected, %zd given", count);
+    if (arguments[0] == Py_None) Py_RETURN_NONE; // run_rank_call would make a new output
     auto &self = *reinterpret_cast<TorchCallsObject *>(object);
     return run_with(self, collective, arguments[2], arguments[1], arguments[0], nullptr);
 }

@@ -210,7 +210,7 @@ def _in_stages(request: Request, lines: Wires, roots: tuple[int, ...], least_s: 
                 for lands in stages.lands
                 for trees, k, weight in _landed_trees(stages)
             ]
-            if not _are_worth_it(request, lines, len(shares) // (1 if groups > 2 else _SMALLER)):
+            if not _are_worth_it(request, lines, max(1, len(shares) // (1 if groups > 2 else _SMALLER))):
                 break
             result = staged(lines, shares, request.nbytes / len(roots), least_s * _WORSE, apart=stages.apart)
             seconds = result.order.seconds if result else math.inf
@@ -329,6 +329,8 @@ def _few_steps(lines: Wires, steps: int, root: int | None = None) -> tuple[Trees
     They are those of an all-gather in many pieces, in equal shares, or of a copy from one device in one piece.
     """
     names, direct = _first_host(lines)
+    if not direct.links:  # a single device, or devices that only switches join
+        return None
     number = -1 if root is None else lines.hosts[0].index(root)
     found = share_among_trees(direct, number, steps, many=root is None, paired=False)
     if found is None:
