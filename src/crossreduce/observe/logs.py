@@ -1,7 +1,8 @@
 """``CROSSREDUCE_LOG``: messages of the library on standard error, also if the program does not configure ``logging``.
 
 The logger is ``logging.getLogger("crossreduce")``. Without the variable, Python prints its warnings and errors, and a
-program that configures ``logging`` gets all messages. With it, they go to standard error only.
+program that configures ``logging`` gets all messages. With it, they go to standard error only. The logger has no
+``NullHandler``, with which Python would not print the warnings about ranks that are late.
 """
 
 from __future__ import annotations

@@ -216,7 +216,8 @@ def ratio_lines(ratios_by_size: list[dict[str, Any]]) -> list[str]:
         return f"# {size:>10}  {root:>6}  " + "  ".join(f"{cell:>30}" for cell in cells)
 
     lines = [
-        "# Median times of calls, us (fastest to slowest), and the peers' medians divided by those of crossreduce",
+        "# Median times of calls, us (fastest to slowest), and the peers' medians divided by those of crossreduce;",
+        "# the tables above have means",
         line("size", "root", ratios_by_size[0]["times_us"]),
     ]
     for row in ratios_by_size:
