@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 KEYWORDS = {
-    "contract": "mean of integers, overflow, float16, bfloat16",
+    "contract": "mean of integers, overflow, float16, bfloat16, weighted mean, federated averaging",
     "cuda": "CUDA, GPU, GPUs",
     "explanation/compared": "gloo, NCCL, MPI, comparison, alternatives, why",
     "explanation/exactness": "deterministic, determinism, reproducible, reproducibility, bitwise, same bits",

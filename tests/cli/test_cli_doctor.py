@@ -152,11 +152,12 @@ def test_ranks_that_died_are_said_to_have_died(report, doctor, dump_directory):
 
 def test_the_stack_shows_the_code_of_the_user(report):
     """Of a rank that is behind, the innermost functions outside of packages are shown, or those of packages if there
-    are no others."""
+    are no others. A script in the folder of a checkout is the user's."""
     packages = [Frame(f"/x/lib/python3.11/{path}/y.py", 1, "inner", "") for path in ("site-packages/torch", "asyncio")]
     checkout = Frame("/home/a/crossreduce/src/crossreduce/ranks/z.py", 1, "wait", "")
     for frames, shown in (
         ([Frame("/home/a/train.py", 7, "main", ""), *packages, checkout], "main (a/train.py:7)"),
+        ([Frame("/a/crossreduce/train.py", 7, "main", ""), *packages, checkout], "main (crossreduce/train.py:7)"),
         (packages, "inner (asyncio/y.py:1)"),
     ):
         dump = new_dump(1, history(0, 7), history(1, 6), hosts=((0, 1),))

@@ -26,9 +26,9 @@ _MAX_FINDINGS: Final = 20  # the most ranks that get a sentence each
 _INTERRUPTED: Final = re.compile(r"rank ([0-9]{1,9}) was interrupted while it waited for a message ")
 # The ranks that are known to have died, if the error is about them, in the form of ``rank_list``.
 _DIED: Final = re.compile(r"ranks? ((?:[0-9]{1,9}(?:, |-)?)+)(?: \.\.\. \(\d+ in all\))? died ")
-# Frames of other packages and of Python: shown only if a stack has no others. A frame of a checkout of crossreduce is
-# one of a package, too.
-_PACKAGE: Final = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*|crossreduce)[/\\]|^<")
+# Frames of other packages and of Python: shown only if a stack has no others. A frame of the library in a checkout,
+# below src/crossreduce/, is one of a package, too; a script of the user in the folder of the checkout is not.
+_PACKAGE: Final = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*|src[/\\]crossreduce)[/\\]|^<")
 
 
 @dataclass(frozen=True)
