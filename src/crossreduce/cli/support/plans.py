@@ -50,7 +50,7 @@ CostsOption = Annotated[
 ]
 OperationUs = Annotated[
     float | None,
-    Option(help="Microseconds to queue an operation. Default: 2 on CUDA, 0 on other devices and in files for other programs."),
+    Option(help="Microseconds to queue an operation. Default: 2 on CUDA, 0 on others and in files for other programs."),
 ]
 Granularity = Annotated[
     float | None,
