@@ -109,6 +109,8 @@ def draw_ratios(
             notes.append(f"{fewer_ranks['config']['devices']} ranks: {cpu}.")
         if crowded:
             notes.append(f"{' and '.join(crowded)} ranks share {machine['cores']} cores, which is rarely useful.")
+        if counts:
+            notes.append("Ranks call crossreduce through torch.")
         if shared:
             notes.append(f"{' and '.join(shared)}: all devices share one result, so fewer bytes are written.")
         style.note(axes, *notes)
