@@ -16,7 +16,7 @@ from ..errors import ArgumentError, shown
 
 _MOST: Final = 10**12  # GB/s or seconds; far below the limits of floats, so that computed times and rates stay finite
 _LEAST: Final = Fraction(1, _MOST)
-MOST_HOSTS: Final = 4096
+_MOST_HOSTS: Final = 4096
 _SWITCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/#-]*")  # no colon: only names of devices have one
 
 
@@ -105,3 +105,9 @@ def _is_device(name: str) -> bool:
     with suppress(ArgumentError):
         return bool(canonical(name))
     return False
+
+
+def check_hosts(hosts: object) -> None:
+    """Raise an ``ArgumentError`` if this is not a number of hosts that can be joined."""
+    if type(hosts) is not int or not 1 <= hosts <= _MOST_HOSTS:
+        raise ArgumentError.of(f"hosts must be an integer from 1 to {_MOST_HOSTS}.", shown(hosts), "hosts=2")

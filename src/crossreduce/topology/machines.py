@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from ..devices import parse
 from ..errors import ArgumentError, shown
 from .link_kinds import check_speeds, kind, read_data
-from .links import MOST_HOSTS, Link, Switch, Wiring
+from .links import Link, Switch, Wiring, check_hosts
 from .shapes import grid
 
 _RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+)(?:/([0-9]+))?)?")
@@ -63,8 +63,7 @@ def machine(
     """
     _, content, network = _find(name)
     check_speeds(speeds)
-    if type(hosts) is not int or not 1 <= hosts <= MOST_HOSTS:
-        raise ArgumentError.of(f"hosts must be an integer from 1 to {MOST_HOSTS}.", shown(hosts), "hosts=2")
+    check_hosts(hosts)
     return _build(content, _network(content, hosts, nics or network), hosts, speeds, in_network)
 
 

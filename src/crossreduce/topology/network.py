@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import ArgumentError, shown
 from .link_kinds import Kind, kind, read_data
-from .links import MOST_HOSTS, Link, Wiring, both_ways
+from .links import Link, Wiring, both_ways, check_hosts
 from .routes import groups
 
 NETWORK = "net"  # the switch that joins all cards
@@ -38,8 +38,7 @@ def network_cards(nics: object, hosts: int, listed: Sequence[str]) -> Cards:
     >>> network_cards("2xhdr", 2, []).names
     ('nic0', 'nic1')
     """
-    if type(hosts) is not int or not 1 <= hosts <= MOST_HOSTS:
-        raise ArgumentError.of(f"hosts must be an integer from 1 to {MOST_HOSTS}.", shown(hosts), "hosts=2")
+    check_hosts(hosts)
     text = str(nics).strip().lower()
     count = re.fullmatch(r"([1-9][0-9]{0,2}) *[x*] *(.*)", text)
     if not listed and (nics is None or count is None):
