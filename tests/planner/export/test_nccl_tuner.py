@@ -239,6 +239,37 @@ def test_the_times_of_the_model():
         assert latency == pytest.approx(micros * 1e-6)
 
 
+def test_the_tree_of_nvls_on_blackwell():
+    """With x86 CPUs, the tree of NVLS on Blackwell reaches the part of its rate that a tree with Simple reaches: half
+    at 1 MiB, 0.9 at 512 MiB, all from 1 GiB on. Hosts of up to four GPUs have Arm CPUs. With H100, there is no part."""
+    b200, h100 = (cr.Topology.machine(name, 2) for name in ("hgx-b200", "hgx-h100"))
+    few = b200.subset([*range(4), *range(8, 12)])
+    for topology, parts in ((b200, (0.5, 0.9, 1)), (few, (1, 1, 1)), (h100, (1, 1, 1))):
+        model, whole = Model(topology), 1 << 40
+        rates = [n / model.parts("all_reduce", "nvls_tree", "simple", n)[1] for n in (1 << 20, 1 << 29, 1 << 30, whole)]
+        assert [rate / rates[-1] for rate in rates[:-1]] == pytest.approx(parts)
+
+
+def test_assumed_speeds_are_in_the_file(tmp_path):
+    """A comment states each assumption of the topology, and a line how many rows are measured and modelled. The plug-in
+    reads 255 bytes of a line, and the rest as another row, so long texts and those of several lines are cut."""
+    matrix = "GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n"
+    (tmp_path / "host.txt").write_text(matrix)
+    topology = cr.Topology.load(tmp_path / "host.txt")
+    lines = to_nccl_tuner_csv(topology).splitlines()
+    (assumed,) = [line for line in lines if line.startswith("# assumed: ")]
+    assert assumed.startswith("# assumed: 18 NVLinks of 25 GB/s each")
+    rows = plugin_rows("\n".join(lines))
+    assert f"# Rows: 0 measured, {len(rows)} modelled, with the assumed speeds." in lines
+    assert not any("assumed" in line for line in to_nccl_tuner_csv(HGX).splitlines())
+    content = json.loads(topology.to_json())
+    content["assumed"] = ["\u00e4" * 300, "one\nallreduce,0,9,tree,ll,1,1,2,-1,-1"]
+    (tmp_path / "host.json").write_text(json.dumps(content))
+    text = to_nccl_tuner_csv(cr.Topology.load(tmp_path / "host.json"))
+    assert plugin_rows(text) == rows
+    assert max(len(line.encode()) for line in text.splitlines()) < 255
+
+
 def test_measured_times_decide_and_rows_say_so():
     """Of measured algorithms, the fastest is chosen, also NVLS. Each row is marked. Where NCCL does not offer NVLS, the
     measured ring follows. CollNet gets as many channels as the host has network links, since NCCL does not limit it."""
@@ -300,7 +331,12 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     target = tmp_path / "tuner.csv"
     line = ("export", "hgx-h100", target, "--format", "nccl-tuner")
     assert " rows for hgx-h100, " in printed(*line, "--measured", run)
-    assert json.loads(printed(*line, "--json"))["measured_rows"] == 0
+    about = json.loads(printed(*line, "--json"))
+    assert (about["measured_rows"], about["assumed"]) == (0, [])
+    table = tmp_path / "host.txt"
+    table.write_text("GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n")
+    said = printed("export", table, tmp_path / "two.csv", "--format", "nccl-tuner")
+    assert "  assumed   18 NVLinks of 25 GB/s each" in said
     assert plugin_rows(target.read_text())
     for wrong, message in (
         (("--format", "msccl", "--measured", run), "--measured is only for --format nccl-tuner"),

@@ -12,6 +12,7 @@ from crossreduce.schedule import Chunk, Route, Schedule, Step, simulate, verify
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from hosts_bound import SAFE, least_seconds
+from planning_hosts import their_seconds
 
 FREE = cr.Costs(operation_s=0)
 
@@ -116,3 +117,18 @@ def test_plans_are_near_the_bound(name, nbytes):
     """ "auto" takes at most 1.05 times the bound where shares of falling sizes cross one after the other."""
     topology = cr.Topology.machine(name, 2)
     assert cr.plan(topology, "all_gather", nbytes, costs=FREE).seconds <= 1.05 * least_seconds(topology, nbytes)
+
+
+def test_the_model_in_which_latencies_keep_no_link_busy():
+    """Two shares of 1 KB cross one link of 1 GB/s and 5 us in one round, and then a second link. The library sends both
+    together, which takes 2 + 5 us on each link: 14 us. In TE-CCL's model the first share arrives after 6 us, the second
+    one after 7, and each goes on at once: 7 + 6 us. In two pieces, the last one arrives after 12.5 us."""
+    names = ("cpu:0", "cpu:1", "cpu:2")
+    topology = cr.Topology(names, [("cpu:0", "cpu:1", 1, 5e-6), ("cpu:1", "cpu:2", 1, 5e-6)])
+    chunks = tuple(Chunk(Fraction(1, 2), (0,), (0, 1, 2)) for _ in range(2))
+    rounds = tuple(tuple(Step(chunk, src + 1, (src,)) for chunk in (0, 1)) for src in (0, 1))
+    for pieces, ours, theirs in ((1, 14, 13), (2, None, 12.5)):
+        schedule = Schedule("broadcast", "custom", names, chunks, rounds, pieces=pieces)
+        verify(schedule)
+        assert their_seconds(schedule, topology, 2000) * 1e6 == pytest.approx(theirs)
+        assert ours is None or simulate(schedule, topology, 2000).seconds * 1e6 == pytest.approx(ours)

@@ -120,6 +120,9 @@ class Interpreter:
             return [self.value(k // part, k % part) for k in range(count)]
         if self.coll == "broadcast":
             return [self.value(self.root, k) for k in range(count)]
+        if self.coll == "alltoall":
+            size = count // self.n
+            return [self.value(k // size, rank * size + k % size) for k in range(count)]
         start = rank * part if self.coll == "reducescatter" else 0
         return [sum(self.value(r, start + k) for r in range(self.n)) for k in range(count)]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Final
@@ -41,12 +42,15 @@ _NVLS_NETWORK: Final = 20.9  # of a step of the tree of NVLS between hosts
 _PLATEAU: Final = (1.9, 1.4, 1.4, 1.4)  # of the latency of rings with Simple between hosts, by the generation
 _PLATEAU_BYTES: Final = 1024  # for each device; NCCL has 64 for each device and channel
 
-# The part of its bandwidth that a tree reaches, for sizes of 64 bytes, 128 bytes, ..., 256 MiB.
+# The part of its bandwidth that a tree reaches, for sizes of 64 bytes, 128 bytes, ..., 256 MiB. The tree
+# of NVLS on Blackwell with x86 CPUs reaches the parts of Simple, up to 512 MiB.
 _TREE_PART: Final = (
     (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
     (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
     (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
 )
+_NVLS_TREE_PART: Final = (*_TREE_PART[2], 0.9)
+_MOST_OF_GRACE: Final = 4  # GPUs of a host with Blackwell and Arm CPUs; hosts of more have x86 CPUs
 # GB/s of NVLink out of a GPU, by generation: V100, A100, H100, B200.
 _GENERATIONS: Final = (150, 300, 450, math.inf)
 # GB/s: the most that LL reaches, by generation, on one host, two hosts and more. Between hosts, it depends on the CPUs:
@@ -172,6 +176,8 @@ class Model:
             rate = 0.75 * self.tree_gb_per_s
         else:
             micros, rate = self._nvls(collective, n / steps)
+            if algorithm == "nvls_tree" and self.generation == 3 and max(map(len, self.members)) > _MOST_OF_GRACE:
+                rate *= _part(_NVLS_TREE_PART, nbytes)
         return micros * 1e-6, nbytes / (rate * 1e9)
 
     def channels(self, algorithm: str, protocol: str, nbytes: int) -> int:
@@ -233,9 +239,7 @@ class Model:
             rate = min(rate / 3.8, self._most_ll())
         elif p == 1:
             rate *= 7 / 9 if self.hosts == 1 else 120 / 128
-        octave = nbytes.bit_length() - 7
-        part = _TREE_PART[p][octave] if 0 <= octave < len(_TREE_PART[p]) else 1.0
-        return rate * 0.85 * 0.5 * part
+        return rate * 0.85 * 0.5 * _part(_TREE_PART[p], nbytes)
 
     def _nvls(self, collective: str, ratio: float) -> tuple[float, float]:
         """Return the microseconds and the GB/s of NVLS; ``ratio`` is the devices divided by the steps of a ring."""
@@ -249,6 +253,12 @@ class Model:
         network = self.ring_gb_per_s * (2 if self.hosts == 2 else 1)
         micros = _NVLS + 2 * (self.hosts.bit_length() - 1) * _NVLS_NETWORK
         return micros, min(rate, network) * ratio
+
+
+def _part(parts: Sequence[float], nbytes: int) -> float:
+    """Return the entry of ``parts`` for a size; 1 for sizes below 64 bytes, or above all entries."""
+    octave = nbytes.bit_length() - 7
+    return parts[octave] if 0 <= octave < len(parts) else 1.0
 
 
 def _rate_of_rings(topology: Topology) -> float:

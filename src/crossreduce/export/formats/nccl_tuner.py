@@ -29,6 +29,7 @@ from ...planning import COLLECTIVES
 from ...topology import Topology
 from ...topology.measurements import read_measurements
 from .nccl_model import ALGORITHMS, PROTOCOLS, Model
+from .proof import cut
 
 HEADER: Final = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 LONGEST_LINE: Final = 250  # the plug-in reads 255 characters
@@ -81,8 +82,10 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
         "# Channels: NCCL's own rule, rounded up; NCCL uses at most as many as it has made. -1: any number or buffer.",
         "# A communicator of another size matches no row, and the plug-in then gives it 1 channel. To leave the number",
         '# to NCCL, change "*nChannels = 1" in plugin.c to "*nChannels = 0".',
+        *(_comment("assumed", each) for each in topology.assumed),
         f"# {HEADER}",
     ]
+    head, counts = len(lines) - 1, {"measured": 0, "modelled": 0}
     for collective in COLLECTIVES:
         rows = rows_of(model, times or {}, fits, collective)
         uncertain = [row for row in rows if not _is_always_offered(row.choice)]
@@ -90,12 +93,21 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
         rows += [other for other in others if any(_overlap(other, row) for row in uncertain)]
         for row in rows:
             how = "measured" if row.choice.measured else "modelled"
+            counts[how] += 1
             micros = row.choice.seconds * 1e6
             lines.append(f"# {how}: {micros:.1f} us for {row.at_bytes} bytes")
             columns = (collective.replace("_", ""), row.least_bytes, row.most_bytes, *row.choice[1:3], row.channels)
             lines.append(",".join(map(str, (*columns, model.hosts, model.ranks, -1, -1))))
+    source = ", with the assumed speeds" if topology.assumed else ""
+    lines.insert(head, f"# Rows: {counts['measured']} measured, {counts['modelled']} modelled{source}.")
     assert all(len(line) <= LONGEST_LINE for line in lines)
     return "\n".join(lines) + "\n"
+
+
+def _comment(kind: str, text: str) -> str:
+    """Return a comment of one line of ASCII. The plug-in would read the rest of a longer line as a row."""
+    line = " ".join(text.split()).encode("ascii", "replace").decode()
+    return cut(f"# {kind}: {line}", LONGEST_LINE)
 
 
 def rows_of(
