@@ -114,8 +114,9 @@ def their_seconds(schedule: cr.Schedule, topology: cr.Topology, nbytes: int) -> 
     """Return the seconds of a schedule in TE-CCL's model.
 
     A link sends one piece of a share after the other, each as soon as it is there, in the order of the rounds, and is
-    free again as soon as the bytes are sent: latencies only delay the arrival, at a switch, too. On the clock of the
-    library, a link is busy until the data has arrived, and what a round sends on one link arrives together.
+    free again as soon as the bytes are sent: latencies only delay the arrival, at a switch, too. Switches copy: what a
+    round sends to several devices crosses the link to a switch once. On the clock of the library, a link is busy until
+    the data has arrived, what a round sends on one link arrives together, and switches do not copy.
     """
     through = {route[:3]: route.through for route in schedule.routes}
     arrived: dict[tuple[int, int, int], float] = {}
@@ -133,14 +134,17 @@ def their_seconds(schedule: cr.Schedule, topology: cr.Topology, nbytes: int) -> 
                     moving.append((ready, len(moving), (tick - r, chunk, dst), size, tuple(nodes)))
         heapify(moving)
         made: dict[tuple[int, int, int], float] = defaultdict(float)
+        sent: dict[object, float] = {}  # when a piece of a share has crossed a link in this round
         while moving:
             time_s, number, place, size, nodes = heappop(moving)
             if len(nodes) == 1:
                 made[place] = max(made[place], time_s)
                 continue
-            link = topology.link(*nodes[:2])
-            free[nodes[:2]] = max(time_s, free[nodes[:2]]) + size / 1e9 / float(link.bandwidth)
-            heappush(moving, (free[nodes[:2]] + float(link.latency_s), number, place, size, nodes[1:]))
+            link, copied = topology.link(*nodes[:2]), (place[:2], nodes[:2])
+            if copied not in sent or nodes[1] in topology.devices:
+                free[nodes[:2]] = max(time_s, free[nodes[:2]]) + size / 1e9 / float(link.bandwidth)
+                sent[copied] = free[nodes[:2]] + float(link.latency_s)
+            heappush(moving, (sent[copied], number, place, size, nodes[1:]))
         arrived.update(made)
     return max(arrived.values(), default=0.0)
 

@@ -28,6 +28,7 @@ PAGE = (DOCS / "planning.md").read_text()
 CODE = re.compile(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", re.DOTALL)
 DATA = Path(cr.__file__).parent / "topology" / "data"
 KEPT = json.loads((ROOT / "benchmarks" / "results" / "planning.json").read_text())
+TE_CCL = json.loads((ROOT / "benchmarks" / "results" / "planning_hosts.json").read_text())["te_ccl"]
 SCALE = json.loads((ROOT / "benchmarks" / "results" / "scale.json").read_text())
 
 
@@ -103,9 +104,16 @@ def machines_rows():
             yield f"`{content['name']}`", content["description"], *(cell or "-" for cell in names)
 
 
+def te_ccl_rows():
+    """Yield the rows of the times of plans divided by those of TE-CCL, on both clocks."""
+    for hosts in (2, 4):
+        for clock, ratio in (("ours", "ratio"), ("TE-CCL's", "ratio_in_their_model")):
+            yield f"{hosts}, {clock}", *(f"{line[ratio]:.2f}" for line in TE_CCL if line["hosts"] == hosts)
+
+
 def test_the_tables_of_the_page_are_computed_again():
     """The tables of the page, and the limits that it states, are those of the library and of the stored results."""
-    for rows in (parts_rows(), machines_rows()):
+    for rows in (parts_rows(), machines_rows(), te_ccl_rows()):
         assert table(rows) in PAGE
     for text in (
         f"for topologies of more than {FEW_DEVICES} devices",

@@ -136,10 +136,9 @@ def drawn(rng):
         a, b = rng.sample(range(n), 2)
         for ops, op in ((lists[a, owner[a, b]], f"signal {b}"), (lists[b, owner[b, a]], f"wait {a}")):
             ops.insert(rng.randint(0, len(ops)), op)
-    for _ in range(rng.choice([0, 1, 2]) if blocks > 1 else 0):
-        number = rng.randrange(2)
-        g, t = rng.randrange(n), number % blocks
-        for ops, op in ((lists[g, t], f"sem_release {number}"), (lists[g, 1 - t], f"sem_acquire {number}")):
+    for _ in range(rng.choice([0, 1, 2, 3]) if blocks > 1 else 0):
+        t = rng.randrange(2)  # on GPU 0, threadblock t releases semaphore t for the other one
+        for ops, op in ((lists[0, t], f"sem_release {t}"), (lists[0, 1 - t], f"sem_acquire {t}")):
             ops.insert(rng.randint(0, len(ops)), op)
     for _ in range(rng.choice([0, 0, 1, 2])):
         (g, _), ops = rng.choice([*lists.items()])

@@ -132,3 +132,10 @@ def test_the_model_in_which_latencies_keep_no_link_busy():
         verify(schedule)
         assert their_seconds(schedule, topology, 2000) * 1e6 == pytest.approx(theirs)
         assert ours is None or simulate(schedule, topology, 2000).seconds * 1e6 == pytest.approx(ours)
+    # A switch copies: 2 KB cross the link to it once, in 2 us, and each of the others, in 2 us more.
+    links = [("cpu:0", "net", 1, 5e-6), *(("net", name, 1, 5e-6) for name in names[1:])]
+    star = cr.Topology(names, links, ["net"])
+    both = Schedule(
+        "broadcast", "custom", names, (Chunk(Fraction(1), (0,), (0, 1, 2)),), ((Step(0, 1, (0,)), Step(0, 2, (0,))),)
+    )
+    assert their_seconds(both, star, 2000) * 1e6 == pytest.approx(2 + 5 + 2 + 5)
