@@ -103,6 +103,8 @@ class PlanState:
 
     def _operation(self, rank, channels, buffers, op, offset, unit, met):
         name, kind = op["name"], op.get("channel_type", "none")
+        if max(op.get("channel_ids", ()), default=-1) >= len(channels.get(kind, ())):
+            raise NotModelledError("a channel that the threadblock does not have")
         if "tbg_info" in op:
             raise NotModelledError("a group of threadblocks")
         if name == "nop":
@@ -118,8 +120,6 @@ class PlanState:
             for thread, number in enumerate(op["semaphore_ids"]):
                 yield name[4:], thread, (rank, number)
         elif name in ("signal", "wait", "flush"):
-            if max(op["channel_ids"]) >= len(channels.get(kind, ())):
-                raise NotModelledError("a channel that the threadblock does not have")
             for thread, number in enumerate(channels[kind][k] for k in op["channel_ids"]):
                 out, back = self.model.ends(rank, kind, number)
                 if kind == "port" and name == "signal":
@@ -149,6 +149,8 @@ class PlanState:
         start, count = entry["index"] * cells + offset, max(0, min(entry["size"] * cells - offset, unit))
         target, area, part = self.model.gpus[rank], entry.get("type"), 0 if kind == "port" else None
         owner = rank
+        if entry.get("buffer_id", -1) >= len(buffers.get(kind, ())):
+            raise NotModelledError("a buffer that the threadblock may not use")
         if "buffer_id" in entry:
             found = target["remote_buffers"][buffers[kind][entry["buffer_id"]]]
             owner, area, part = found["rank"], found["type"], rank
