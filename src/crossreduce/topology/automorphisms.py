@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm, prod
 from typing import Any, Final
 
@@ -120,6 +121,7 @@ class _PermutationSearch:
         refined = self.refine(np.stack([colours, colours]))
         assert refined is not None
         self.start = refined[0]
+        self.kinds = self.cells(self.start)  # the nodes of each colour
 
     def refine(self, pair: Any) -> Any:
         """Return the two colourings ``pair``, refined until nodes of one colour have the same links to each colour.
@@ -155,8 +157,8 @@ class _PermutationSearch:
         import numpy as np
 
         order = np.argsort(colours, kind="stable")
-        ends = np.flatnonzero(np.diff(colours[order])) + 1
-        return [part.tolist() for part in np.split(order, ends)]
+        ends = [0, *(np.flatnonzero(np.diff(colours[order])) + 1).tolist(), len(order)]
+        return [order[start:end].tolist() for start, end in pairwise(ends)]
 
     def generator(
         self,
@@ -332,13 +334,16 @@ class _PermutationMatching:
             rest = sorted(both)
             share = len(rest) // len(ends)
             if share * len(ends) == len(rest):
-                paths = [[end, *rest[k * share : (k + 1) * share]] for k, end in enumerate(ends)]
                 starts = [self._start(end) for end in ends]
-                if set(starts) == set(ys) - both:
+                # The nodes of a path are neighbours in the cell; or there are several paths, as on hosts with several
+                # nodes of a kind, and the neighbours belong to different ones.
+                divisions = [[rest[k * share : (k + 1) * share] for k in range(len(ends))]]
+                divisions += [[rest[k :: len(ends)] for k in range(len(ends))]] if len(ends) > 1 < share else []
+                for parts in divisions if set(starts) == set(ys) - both else ():
                     yield [
                         pair
-                        for path, start in zip(paths, starts, strict=True)
-                        for pair in zip(path, [*path[1:], start], strict=True)
+                        for end, part, start in zip(ends, parts, starts, strict=True)
+                        for pair in zip([end, *part], [*part, start], strict=True)
                     ]
         else:  # either every node stays, or neighbouring numbers form cycles as long as that of the first node
             fixed = [(x, x) for x in xs]
@@ -356,9 +361,9 @@ class _PermutationMatching:
 
     def _stays(self, node: int) -> bool:
         """Return whether some nodes of this node's kind have images already, and all of them are their own images."""
-        kind = self.search.start[node]
-        stay = [self.image[x] == x for x in range(self.search.n) if self.search.start[x] == kind and self.image[x] >= 0]
-        return bool(stay) and all(stay)
+        of_kind = self.search.kinds[self.search.start[node]]
+        moved = (self.image[x] != x for x in of_kind if self.image[x] >= 0)
+        return not next(moved, True) and not any(moved)
 
     def _period(self) -> int:
         """Return the length of the first node's cycle, or 0 until it is closed."""

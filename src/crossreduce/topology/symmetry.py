@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -137,21 +137,31 @@ class Symmetry:
         count, kinds = len(topology.devices), [switch.reduces for switch in topology.switches]
         if self.nodes != len(topology.nodes):
             return None
-        number = {node: k for k, node in enumerate(topology.nodes)}
-        ends = [(number[link.src], number[link.dst]) for link in topology.links]
-        link_number = {pair: k for k, pair in enumerate(ends)}
+        ends, link_number, speeds = _numbered_links(topology)
         moved: list[list[int]] = []
         for moves, _ in self.generators:
             for node, image in enumerate(moves):
                 if (node < count) != (image < count) or (node >= count and kinds[node - count] != kinds[image - count]):
                     return None
             images = [link_number.get((moves[src], moves[dst]), -1) for src, dst in ends]
-            for link, image in zip(topology.links, images, strict=True):
-                if image < 0 or topology.links[image][2:] != link[2:]:
-                    return None
+            if -1 in images or [speeds[image] for image in images] != speeds:
+                return None
             moved.append(images)
         minima = orbit_minima(moved, len(ends))
         return tuple(minima), Counter(minima)
+
+
+@lru_cache(maxsize=16)
+def _numbered_links(topology: Topology) -> tuple[list[tuple[int, int]], dict[tuple[int, int], int], list[int]]:
+    """Return the ends of each link, the link of each pair of ends, and a number for each bandwidth with latency."""
+    number = {node: k for k, node in enumerate(topology.nodes)}
+    ends = [(number[link.src], number[link.dst]) for link in topology.links]
+    kinds: dict[tuple[object, ...], int] = {}
+    return (
+        ends,
+        {pair: k for k, pair in enumerate(ends)},
+        [kinds.setdefault(link[2:], len(kinds)) for link in topology.links],
+    )
 
 
 def orbit_images(node: int, generators: Sequence[SymmetryGenerator]) -> list[int]:

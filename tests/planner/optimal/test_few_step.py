@@ -2,7 +2,12 @@
 
 import itertools
 import math
+import operator
+import sys
+import threading
 from fractions import Fraction
+from functools import partial
+from itertools import chain, repeat
 from unittest import mock
 
 import numpy as np
@@ -20,7 +25,8 @@ from crossreduce.planning import COLLECTIVES, Request, plans, schedules
 from crossreduce.planning.optimal.few_step import few_step_forests, tree_program
 from crossreduce.planning.optimal.few_step.tree_program import GAP, share_among_trees
 from crossreduce.planning.topologies import neutral_topology
-from crossreduce.schedule import Pieces, fluid_rate, simulate
+from crossreduce.schedule import Pieces, clock, fluid_rate, simulate
+from crossreduce.schedule.simulate import loads_of
 
 MICRO = Fraction(1, 10**6)
 LOSS = 1 + tree_program._LOSS + 1e-6  # the factor by which rounding to units may increase the time
@@ -168,6 +174,44 @@ def test_prices_of_another_length(given):
     """There is a price for each link in each step, and a limit for each root."""
     with pytest.raises(ValueError, match="there must be a price for each link and row"):
         native().TreeSearch(*SEARCH.values()).cheapest(*given)
+
+
+@pytest.mark.parametrize("kind", ["search", "clock"])
+def test_other_threads_run_during_compiled_planning(kind):
+    """The search for trees and the clock run without the interpreter's lock.
+
+    No thread is made to release the lock, and no bytecode runs between the release of the thread that waits and the
+    last look at what it has done. So this thread runs only if the compiled code releases the lock.
+    """
+    n, rng = 10, np.random.default_rng(0)
+    pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
+    routes = [(pair, (k,)) for k, pair in enumerate(pairs)]
+    if kind == "search":
+        sizes = {"n": n, "links": len(pairs), "routes": routes, "roots": list(range(n)), "steps": 4}
+        prices = rng.random(4 * len(pairs)).tolist()
+        compiled = partial(native().TreeSearch(*(SEARCH | sizes).values()).cheapest, prices, [math.inf] * n)
+    else:
+        box = Topology.full_mesh(n, 1, MICRO)
+        loads = loads_of(cr.plan(box, algorithm="ring").schedule, box, cr.Costs(operation_s=0))
+        compiled = partial(clock._compiled(loads).total, 1e6, 2_000, [])
+    may_run, ran = threading.Lock(), []
+    may_run.acquire()
+
+    def wait():
+        with may_run:
+            ran.append(True)
+
+    thread, interval = threading.Thread(target=wait), sys.getswitchinterval()
+    sys.setswitchinterval(1e6)
+    try:
+        thread.start()
+        calls = chain([may_run.release], repeat(compiled, 500))
+        looks = zip(map(operator.call, calls), iter(ran.__len__, None), strict=False)
+        seen = next(filter(None, map(operator.itemgetter(1), looks)), 0)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert seen == 1
 
 
 def test_plans_without_compiled_code():

@@ -9,7 +9,7 @@ import pytest
 from crossreduce import PlanError, ScheduleError
 from crossreduce.planning import bound, plan, ring
 from crossreduce.schedule import Schedule, link_shares
-from crossreduce.topology import Link, Topology
+from crossreduce.topology import Link, Topology, automorphisms
 from crossreduce.topology.symmetry import Symmetry, SymmetryGenerator
 
 MACHINE = Topology.machine("hgx-h100", hosts=5)
@@ -118,3 +118,12 @@ def test_a_change_of_a_switch_is_named():
     able = star.with_switches(reducing=True)
     assert plan(star).replanned(able).change.endswith("since switch is now able to reduce")
     assert plan(able).replanned(star).change.endswith("switch is no longer able to reduce")
+
+
+@pytest.mark.parametrize(("fixed", "orbits"), [((), 2), (("host0/cuda:0",), 10)])
+def test_the_search_does_not_grow_with_the_hosts(monkeypatch, fixed, orbits):
+    """Each host has several GPUs of a kind. One guess matches those of all hosts, so that few refinements suffice."""
+    monkeypatch.setattr(automorphisms, "_MOST_TRIES", 15)
+    machine = Topology.machine("dgx-1v", hosts=16)
+    symmetry = automorphisms.symmetry_of.__wrapped__(machine, fixed)
+    assert len({*symmetry.orbits[: len(machine.devices)]}) == orbits

@@ -169,7 +169,8 @@ PyObject *total(PyObject *object, PyObject *args) {
         if (!read) return nullptr;
         for (const int queue : clock.queue)
             if (static_cast<size_t>(queue) >= queueing[0].size()) return PyErr_Format(PyExc_ValueError, "a step has an unknown queue");
-        return PyFloat_FromDouble(clock.total(nbytes, pieces, queueing));
+        const double end = without_lock(-1.0, [&] { return clock.total(nbytes, pieces, queueing); });
+        return end < 0 ? PyErr_NoMemory() : PyFloat_FromDouble(end);
     } catch (const std::exception &) {
         return PyErr_NoMemory();
     }

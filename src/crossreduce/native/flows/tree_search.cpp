@@ -155,8 +155,10 @@ PyObject *cheapest(PyObject *object, PyObject *args) {
         if (!read_numbers(given, prices) || !read_numbers(limits, most)) return nullptr;
         if (prices.size() != static_cast<size_t>(search.rows) * static_cast<size_t>(search.links) || most.size() != search.roots.size())
             return PyErr_Format(PyExc_ValueError, "there must be a price for each link and row, and a limit for each root");
+        std::vector<Found> found;
+        if (!without_lock(false, [&] { found = search.cheapest(prices.data(), most); return true; })) return PyErr_NoMemory();
         Ref list(PyList_New(0));
-        for (const Found &trees : search.cheapest(prices.data(), most)) {
+        for (const Found &trees : found) {
             Ref into(tuple_of_edges(trees.into)), out(tuple_of_edges(trees.out));
             Ref load(PyBytes_FromStringAndSize(reinterpret_cast<const char *>(trees.load.data()), static_cast<Py_ssize_t>(trees.load.size() * sizeof(double))));
             if (!list || !into || !out || !load) return nullptr;
