@@ -181,7 +181,8 @@ def fit(
 ) -> Run:
     """Train from the parameters ``first``, call ``watch`` after each step, and return the run.
 
-    ``order`` yields the epoch and the samples of each step, with the epochs in ascending order. The reported seconds do not include those of ``watch``.
+    ``order`` yields the epoch and the samples of each step, the epochs in ascending order. The reported seconds do not
+    include those of ``watch``.
     """
     zero = {k: 0 * x for k, x in first.items()}
     states: list[tuple[Tree, ...]] = [  # the parameters and the velocity of each replica
