@@ -40,7 +40,7 @@ train --framework mxnet: --framework must be one of numpy, torch, jax, tensorflo
 train --algorithm best: --algorithm must be one of {", ".join(ALGORITHMS)}, not "best".
 train --output /nonexistent/run.json: --output /nonexistent/run.json cannot be written: there is no folder /nonexistent.
 train --output /dev/null: --output /dev/null cannot be written: it is not a regular file
-bench -b 8x: --minbytes must be a number of bytes such as 8, 64K or 128M, not "8x".
+bench -b 8x: --minbytes must be a number of bytes such as 8, 64K or 128M, at most 2**60, not "8x".
 bench -b 0: --minbytes must be 1 or more, not 0.
 bench -b 8 -e 4: --maxbytes must be at least --minbytes, but 4 is less than 8.
 bench -f 0: --stepfactor must be 1 or more, not 0.

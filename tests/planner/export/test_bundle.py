@@ -109,6 +109,28 @@ def test_the_command_line(small, printed, crossreduce, tmp_path):
     assert "files are right, each for its own sizes." in printed("verify", folder)
 
 
+def test_assumed_speeds_are_named(printed, tmp_path):
+    """The command, the README and ranks.json of a bundle, and the file of NCCL's tuner, name the speeds that a table of
+    GPUs does not state. Without such speeds there is no line about them."""
+    table = tmp_path / "box.txt"
+    table.write_text("      GPU0 GPU1 GPU2\nGPU0  X  PIX SYS\nGPU1 PIX  X  SYS\nGPU2 SYS SYS  X\n")
+    assumed = ["PCIe 3 x16, 15.75 GB/s for each GPU; --pcie sets it", "10 GB/s between CPUs; --between-cpus sets it"]
+    text = printed("bundle", table, tmp_path / "files", "--format", "msccl")
+    assert json.loads((tmp_path / "files" / "ranks.json").read_text())["assumed"] == assumed
+    assert (
+        f"so assumed:\n\n- {assumed[0]}\n- {assumed[1]}\n\n## msccl" in (tmp_path / "files" / "README.md").read_text()
+    )
+    tuner = printed("export", table, tmp_path / "tuner.csv", "--format", "nccl-tuner")
+    for line in assumed:
+        assert f"  assumed   {line}\n" in text
+        assert f"  assumed   {line}\n" in tuner
+        assert f"# Assumed: {line}\n" in (tmp_path / "tuner.csv").read_text()
+    for option, exact in (("--pcie", "4"), ("--between-cpus", "22")):
+        text = printed("export", table, tmp_path / "tuner.csv", "--format", "nccl-tuner", option, exact)
+        assert text.count("  assumed   ") == 1
+    assert "  assumed   " not in printed("export", "ncv4", tmp_path / "tuner.csv", "--format", "nccl-tuner")
+
+
 def test_one_format_in_a_folder_that_exists(printed, tmp_path, monkeypatch):
     """``--format`` chooses one format, and ``--json`` prints the list of ``ranks.json``. An empty folder may exist."""
     folder = tmp_path / "here"

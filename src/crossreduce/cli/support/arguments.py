@@ -115,7 +115,8 @@ def read_nbytes(option: str, text: str) -> int:
     try:
         return byte_count(text)
     except ArgumentError as error:
-        raise ArgumentError(f'{option} must be a number of bytes such as 8, 64K or 128M, not "{text}".') from error
+        problem = f"{option} must be a number of bytes such as 8, 64K or 128M, at most 2**60"
+        raise ArgumentError(f'{problem}, not "{text}".') from error
 
 
 def read_machine(
