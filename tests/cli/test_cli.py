@@ -53,7 +53,8 @@ bench -d quarter: --datatype must be one of half, float, double
 bench -A ring,best: --algorithm must be one of {", ".join(ALGORITHMS)}, all, not "best".
 bench --collective gather: --collective must be one of all_reduce, reduce, broadcast, not "gather".
 bench --collective reduce -r 8: --root must be a rank from 0 to 7, or all, not "8".
-bench -a 4: --average must be one of 0, 1, 2, 3, not "4".
+bench -a 4: --average must be 3 or less, not 4.
+bench -a -1: --average must be 0 or more, not -1.
 """
 
 

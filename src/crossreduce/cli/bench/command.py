@@ -130,7 +130,7 @@ def bench(
     nccl_type = SPELLINGS.get(datatype, datatype)
     op = {numpy_name: name for name, numpy_name in OPS.items()}.get(op, op)
     collective = one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
-    one_of("0123", "--average", str(average))
+    in_range("--average", average, 0, 3)
     in_range("--num-packs", num_packs, 0)
     roots = _roots(root, collective, len(names))
     chosen = (ranks.OURS,) if in_ranks else tuple(read_algorithms("--algorithm", algorithm))
