@@ -28,6 +28,7 @@ from common import RESULTS, keep
 import crossreduce as cr
 from crossreduce import kernels
 from crossreduce.kernels import FusedProgram, Segment
+from crossreduce.planning.explain import duration
 
 N = 8
 EXACT = cr.CommunicationOptions(exact=True)
@@ -157,7 +158,7 @@ def write_tables(page: Path, kept: dict[str, Any]) -> None:
     times = ["| 8 replicas, NumPy, in place of the default | time | ratio | ratio of CPU times |", "|---|---|---|---|"]
     for case, contenders in kept["cases"].items():
         for name, row in contenders.items():
-            cells = f"{row['seconds'] * 1e3:.3g} ms | {row['ratio']:.2f} | {row['cpu_ratio']:.2f}"
+            cells = f"{duration(row['seconds'])} | {row['ratio']:.2f} | {row['cpu_ratio']:.2f}"
             times.append(f"| {case}: {name} | {cells} |")
     bits = ["| elements | checked | wrong | wrong in float64 without certificate |", "|---|---|---|---|"]
     for row in json.loads((RESULTS / "exact_bits.json").read_text())["rows"]:

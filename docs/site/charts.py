@@ -105,6 +105,7 @@ def described(kept: dict[str, Any]) -> str:
     text = f"{date(kept)}, {at['cores']} cores of {at['cpu']}, {at['system']}, Python {at['python']}; {listed}."
     for library, number in kept.get("libraries", {}).items():
         text += f" {library}: {number.partition(',')[0]}."
+    text = text.replace("*", "\\*")  # MPIs name themselves, such as "for Linux* OS"
     return f"*{text}*\n"
 
 

@@ -276,7 +276,7 @@ def test_wrong_arguments_are_rejected_before_ranks_start(rejected, monkeypatch):
     for line, words in {
         "--peers gloo": "--peers requires ranks: add --launch N, or start this command with torchrun.",
         "--launch 0": "--launch must be 1 or more, not 0",
-        "--launch 99999": "--launch must be at most 4096 ranks",
+        "--launch 99999": "--launch must be 4096 or less",
         "--launch 2 --peers nccl": '--peers must be one of gloo, mpi, impi, not "nccl"',
         "--launch 2 -g 4": "--devices cannot be used with ranks",
         "--launch 2 -A ring --topology dgx-1": "--algorithm, --topology cannot be used with ranks",

@@ -286,29 +286,35 @@ def test_pictures_can_be_read_on_a_telephone():
 
 def test_narrow_pages_name_the_columns_of_stacked_tables_and_show_narrow_drawings(tmp_path):
     """Where a narrow page stacks the cells of a table of three or four columns, each has the head of its column. Of a
-    drawing in two versions, a page shows the one for its width. A chart keeps its width, and its paragraph scrolls."""
+    drawing in two versions, a page shows the one for its width. A chart keeps its width, and its paragraph scrolls, as
+    do tables that a command has printed. An empty cell has no head."""
     require_browser()
     static, page = (DOCS / "_static").as_uri(), tmp_path / "page.html"
-    rows = "<thead><tr><th>you<th>use<th>get</tr></thead><tbody><tr><td>a<td>b<td>c</tr></tbody>"
+    rows = "<thead><tr><th>you<th>use<th>get</tr></thead><tbody><tr><td>a<td>b<td>c</tr><tr><td>d<td><td></tr></tbody>"
+    output = "".join(
+        f'<div class="highlight-console"><pre>{text}</pre></div>' for text in ("plan", "┃ a ┃", "GPU0   X ")
+    )
     links = f'<link rel="stylesheet" href="{static}/site.css"><script src="{static}/tables.js"></script>'
     both = "".join(f'<img class="{kind}" width="9" height="9">' for kind in ("on-wide-pages", "on-narrow-pages"))
     chart = (DOCS / "pictures" / "speed.svg").as_uri()
     theme = "<style>img { max-width: 100% }</style>"  # as in Sphinx's theme
     page.write_text(
         f'<!doctype html>{theme}{links}<article class="bd-article"><table>{rows}</table>{both}'
-        f'<p><img id="chart" src="{chart}"></p></article>'
+        f'<p><img id="chart" src="{chart}"></p>{output}</article>'
     )
     kind = "return [...document.querySelectorAll('img[class]')].filter((i) => i.offsetWidth).map((i) => i.className)"
     before = "return [...document.querySelectorAll('td')].map((cell) => getComputedStyle(cell, '::before').content)"
     with chromium(tmp_path / "profile") as driver:
         for width, heads, version in (
-            (1400, ["none"] * 3, "on-wide-pages"),
-            (400, ["none", '"use: "', '"get: "'], "on-narrow-pages"),
+            (1400, ["none"] * 6, "on-wide-pages"),
+            (400, ["none", '"use: "', '"get: "', *["none"] * 3], "on-narrow-pages"),
         ):
             resize(driver, width, 900)
             driver.get(page.as_uri())
             assert driver.execute_script(before) == heads
             assert driver.execute_script(kind) == [version]
+            spaces = "return [...document.querySelectorAll('pre')].map((e) => getComputedStyle(e).whiteSpace)"
+            assert driver.execute_script(spaces) == ["pre-wrap", "pre", "pre"]
             wait(lambda: driver.execute_script("return chart.complete"))
             assert driver.execute_script("return chart.offsetWidth") == 691
             scrolls = "return [chart.parentNode, document.documentElement].map((e) => e.scrollWidth > e.clientWidth)"

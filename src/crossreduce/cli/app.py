@@ -31,6 +31,7 @@ from .train.command import train
 from .verify import verify
 
 _TOPOLOGY_FILE: Final = "write the topology with: crossreduce topology MACHINE {} --export machine.json, and plan that"
+_OUTPUT: Final = dict.fromkeys(("--output", "--out", "-o"), "crossreduce export MACHINE FILE")
 MOVED: Final = {
     "plan": {
         "--export": "crossreduce export MACHINE FILE",
@@ -46,13 +47,15 @@ MOVED: Final = {
         "--measured": "crossreduce calibrate MACHINE RESULTS",
         "--measured-algorithm": "crossreduce calibrate MACHINE RESULTS --assume",
         "--speeds": _TOPOLOGY_FILE.format("--speeds effective"),
-    },
+    }
+    | _OUTPUT,
+    "export": _OUTPUT,
     "topology": {
         "--measured": "crossreduce calibrate MACHINE RESULTS",
         "--measured-algorithm": "crossreduce calibrate MACHINE RESULTS --assume",
     },
 }
-"""For each command, the options of earlier versions, and what to write instead."""
+"""For each command, options of earlier versions and of other programs, and what to write instead."""
 
 EXAMPLES: Final = {
     "topology": ("topology", "topology dgx-a100 --hosts 2", "topology hgx-h100 --picture machine.svg"),
@@ -88,9 +91,9 @@ EXAMPLES: Final = {
     "top": ("top", "top --interval 5 --group 0", "top --once --json"),
     "doctor": ("doctor", "doctor DIR", "doctor DIR --report incident.html"),
     "trace": ("trace DIR", "trace DIR -o trace.json", "trace DIR --run 1 --json"),
-    "info": ("info", "info --json"),
+    "info": ("info", "info --json", "info --json > info.json"),
 }
-"""For each command two or three lines to try, which its help shows."""
+"""For each command three lines to try, which its help shows."""
 _METAVARS: Final = {
     "TYPE": "datatype",
     "BYTES": "maxbytes minbytes nbytes stepbytes",
@@ -138,7 +141,7 @@ class Commands(_WithoutTypes, TyperGroup):
 
 
 class Command(_WithoutTypes, TyperCommand):
-    """A command whose help shows examples. Options of earlier versions are errors that name the new spelling."""
+    """A command whose help shows examples. The options in ``MOVED`` are errors that say what to write."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)

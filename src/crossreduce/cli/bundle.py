@@ -69,6 +69,8 @@ def bundle(
         rate = f"{entry['gb_per_s']} GB/s at {entry['at_bytes']} bytes"
         print(f"  {entry['file']}: {entry['least_bytes']} {most} bytes, {entry['algorithm']}, {rate}")
     print("  ranks     " + ", ".join(f"{rank} {device}" for rank, device in enumerate(listed["ranks"])))
+    for text in listed["assumed"]:
+        print(f"  assumed   {text}")
     for text in files.left_out:
         print(f"  left out  {text}")
     print(f"  check     crossreduce verify {folder}")

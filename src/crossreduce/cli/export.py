@@ -159,18 +159,12 @@ def _write_tuner(file: Path, request: PlanRequest, measured: list[Path], *, as_j
     rows = [line for line in text.splitlines() if not line.startswith("#")]
     count = text.count("\n# measured: ")
     if as_json:
-        about: dict[str, Any] = {
-            "file": str(file),
-            "rows": len(rows),
-            "measured_rows": count,
-            "modelled_rows": len(rows) - count,
-        }
-        about |= {"assumed": request.topology.assumed}
-        print(json_module.dumps(about, indent=2))
+        about = {"file": str(file), "rows": len(rows), "measured_rows": count, "modelled_rows": len(rows) - count}
+        print(json_module.dumps(about | {"assumed": request.topology.assumed}, indent=2))
         return
     print(f"{file}: {len(rows)} rows for {request.machine}, {count} of them measured, {len(rows) - count} modelled")
-    for each in request.topology.assumed:
-        print(f"  assumed   {each}")
+    for assumption in request.topology.assumed:
+        print(f"  assumed   {assumption}")
     print(f"  to use    NCCL_TUNER_PLUGIN=libnccl-tuner-example.so NCCL_TUNER_CONFIG_FILE={file}")
 
 

@@ -80,7 +80,7 @@ def read_weights(text: str | None, count: int) -> list[Fraction] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", part) and Fraction(part) for part in parts):
-        raise ArgumentError(f'--weights must be numbers above 0 such as 1,2.5, not "{text}".')
+        raise ArgumentError(f'--weights must be numbers above 0 and below 10**9, such as 1,2.5, not "{text}".')
     if len(parts) != count:
         raise ArgumentError(f"--weights must have one number per group, but there are {len(parts)} for {count} groups.")
     return [Fraction(part) for part in parts]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as json_module
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -42,7 +42,7 @@ def verify(
     plans are also proved to be free of deadlocks and races. In a folder that
     crossreduce bundle or groups --export wrote, all files are proved and
     compared with ranks.json or groups.json. The exit code is 1 if a schedule is
-    wrong, and 2 if a file cannot be read or verified.
+    wrong, and 2 if a file cannot be read, or is too large to be verified.
     """
     try:
         if file.is_dir():
@@ -56,6 +56,13 @@ def verify(
         else:
             print(f"crossreduce: {error}", file=sys.stderr)
         raise Exit(1) from None
+    except _UnprovenError as error:
+        if json:
+            print(json_module.dumps({"file": str(file), "right": None, "proved": error.proved, "fault": str(error)}))
+        else:
+            print("\n".join(error.proved), end="\n" * bool(error.proved))
+            print(f"crossreduce: {error}", file=sys.stderr)
+        raise Exit(2) from None
     facts = {"file": str(file), "right": True, "proved": proof_text.splitlines()}
     print(json_module.dumps(facts, indent=2) if json else proof_text)
 
@@ -64,12 +71,23 @@ class _WrongFileError(Exception):
     """A file can be read, but its schedule is wrong."""
 
 
+class _UnprovenError(Exception):
+    """Files are too large to be verified. ``proved``: what was proved of others."""
+
+    def __init__(self, problem: str, proved: Sequence[str] = ()) -> None:
+        super().__init__(problem)
+        self.proved = [*proved]
+
+
 def _prove_file(file: Path, on_read: Callable[[], None]) -> str:
     """Prove a file, and return what was proved. ``on_read`` is called when the file was read, before it is proved.
 
     Raises:
       _WrongFileError: the schedule in the file is wrong.
+      _UnprovenError: it is too large to be verified.
     """
+    from ..export.formats.proof import TooLargeError
+
     try:
         proof = _read(file)
     except ScheduleError as error:
@@ -78,12 +96,19 @@ def _prove_file(file: Path, on_read: Callable[[], None]) -> str:
     on_read()
     try:
         return proof()
+    except TooLargeError as error:
+        raise _UnprovenError(f"{file} was not verified: {error}") from error
     except ScheduleError as error:
         raise _WrongFileError(f"{file} is wrong: {error}") from error
 
 
 def _prove_bundle(folder: Path) -> str:
-    """Prove all files of a bundle, and return what was proved, or raise ``_WrongFileError`` if one of them is wrong."""
+    """Prove all files of a bundle, and return what was proved.
+
+    Raises:
+      _WrongFileError: a file is wrong.
+      _UnprovenError: files are too large to be verified. All others are right.
+    """
     from ..export.bundle import FORMAT, SUFFIXES
 
     about = _read_list(folder / "ranks.json", FORMAT, _check_bundle_list)
@@ -93,28 +118,37 @@ def _prove_bundle(folder: Path) -> str:
             problem = f"{path.parent.name}/{path.name} is not listed in ranks.json, but runtimes would read it"
             raise ArgumentError(f"{folder}: {problem}.")
     with progress("proving", len(listed)) as advance:
-        texts = _prove_files(folder, about, advance)
+        texts, unproven = _prove_files(folder, about, advance)
+    if unproven:
+        text = f"{folder}: {len(texts)} of {len(listed)} files are right; {len(unproven)} too large to be verified.\n"
+        raise _UnprovenError(text + "\n".join(unproven), texts)
     return "\n".join([*texts, f"{folder}: {len(listed)} files are right, each for its own sizes."])
 
 
-def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> list[str]:
-    """Prove each file that ``about``, the content of ranks.json, lists. Return what was proved, one text per file."""
+def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> tuple[list[str], list[str]]:
+    """Prove each file that ``about``, the content of ranks.json, lists.
+
+    Returns:
+      A text for each file that was proved, and one for each that is too large.
+    """
     from ..export.bundle import SUFFIXES
 
-    texts = []
+    texts, unproven = [], []
     least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no earlier file covers
     for entry in about["files"]:
         name, path = entry["format"], folder / entry["file"]
         advance.detail(entry["file"], 0, 1)
-        proof_text = _prove_file(path, lambda: None)
+        try:
+            texts.append(f"{entry['file']}: {_prove_file(path, lambda: None)}")
+        except _UnprovenError as error:
+            unproven.append(str(error))
         facts = _facts(name, path)
         _compare(path, facts, entry | {"collective": about["collective"], "ranks": len(about["ranks"])}, "ranks.json")
         if entry["least_bytes"] < least_size[name]:
             raise _WrongFileError(f"{path} is wrong: an earlier file is for some of its sizes")
         least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64  # 0 means: no largest size
-        texts.append(f"{entry['file']}: {proof_text}")
         advance("proving")
-    return texts
+    return texts, unproven
 
 
 def _prove_groups(folder: Path) -> str:

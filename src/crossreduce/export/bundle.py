@@ -128,6 +128,7 @@ def bundle(
         "ranks": sample.ranks,
         "costs": json.loads(costs.to_json()),
         "granularity": granularity,
+        "assumed": sample.topology.assumed,
         "files": entries,
     }
     files["ranks.json"] = json.dumps(about, indent=1) + "\n"
@@ -295,7 +296,10 @@ def _readme(
     ``fits`` has for each file a description of the sizes within its range that can use it.
     """
     lines = [f"# {collective} on {machine}", ""]
-    lines += [f"{len(sample.ranks)} ranks. The files have no names of devices: rank k must be this device.", ""]
+    lines += [
+        f"{len(sample.ranks)} ranks. The files name no devices, so each rank must use the device in this table:",
+        "",
+    ]
     lines += ["| rank | device |", "|---|---|", *(f"| {k} | {device} |" for k, device in enumerate(sample.ranks)), ""]
     if sample.root is not None:
         lines += [
@@ -310,6 +314,8 @@ def _readme(
         "`ranks.json`, but not the start of a kernel.",
         "",
     ]
+    if sample.topology.assumed:
+        lines += [f"Not stated by {machine}, so assumed:", "", *(f"- {text}" for text in sample.topology.assumed), ""]
     for name, format_windows in windows.items():
         if not format_windows:
             continue

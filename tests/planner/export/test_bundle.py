@@ -11,6 +11,7 @@ from crossreduce.export import bundle as bundles
 from crossreduce.export.bundle import NO_LIMIT, SIZES, bundle
 from crossreduce.export.formats.msccl.format import read_msccl_xml
 from crossreduce.export.formats.mscclpp import verify_mscclpp_json
+from crossreduce.export.formats.mscclpp.verifier import instructions
 from crossreduce.planning.granularity import is_power_of_two
 from crossreduce.schedule import pipelined
 
@@ -107,6 +108,52 @@ def test_the_command_line(small, printed, crossreduce, tmp_path):
     for path in folder.rglob("*.json"):
         path.write_text(path.read_text(), "utf-8-sig")
     assert "files are right, each for its own sizes." in printed("verify", folder)
+
+
+def test_assumed_speeds_are_named(printed, tmp_path):
+    """The command, the README and ranks.json of a bundle, and the file of NCCL's tuner, name the speeds that a table of
+    GPUs does not state. Without such speeds there is no line about them."""
+    table = tmp_path / "box.txt"
+    table.write_text("      GPU0 GPU1 GPU2\nGPU0  X  PIX SYS\nGPU1 PIX  X  SYS\nGPU2 SYS SYS  X\n")
+    assumed = ["PCIe 3 x16, 15.75 GB/s for each GPU; --pcie sets it", "10 GB/s between CPUs; --between-cpus sets it"]
+    text = printed("bundle", table, tmp_path / "files", "--format", "msccl")
+    assert json.loads((tmp_path / "files" / "ranks.json").read_text())["assumed"] == assumed
+    assert (
+        f"so assumed:\n\n- {assumed[0]}\n- {assumed[1]}\n\n## msccl" in (tmp_path / "files" / "README.md").read_text()
+    )
+    tuner = printed("export", table, tmp_path / "tuner.csv", "--format", "nccl-tuner")
+    for line in assumed:
+        assert f"  assumed   {line}\n" in text
+        assert f"  assumed   {line}\n" in tuner
+        assert f"# assumed: {line}\n" in (tmp_path / "tuner.csv").read_text()
+    for option, exact in (("--pcie", "4"), ("--between-cpus", "22")):
+        text = printed("export", table, tmp_path / "tuner.csv", "--format", "nccl-tuner", option, exact)
+        assert text.count("  assumed   ") == 1
+    assert "  assumed   " not in printed("export", "ncv4", tmp_path / "tuner.csv", "--format", "nccl-tuner")
+
+
+def test_a_file_that_is_too_large_to_be_verified(small, crossreduce, tmp_path, monkeypatch):
+    """``verify`` does not call such a file wrong: it proves the others, names it, and exits with 2."""
+    for path, text in small.files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.setattr(instructions, "MOST_INSTRUCTIONS", 0)
+    large, right = (
+        sorted(path for path in small.files if path.startswith(f"{name}/")) for name in ("mscclpp", "msccl")
+    )
+    assert large
+    code, out, error = crossreduce("verify", tmp_path)
+    assert code == 2
+    assert [line.partition(":")[0] for line in out.splitlines() if line.startswith("msccl")] == right
+    count = len(right) + len(large)
+    assert f"{tmp_path}: {len(right)} of {count} files are right; {len(large)} too large to be verified." in error
+    assert [path for path in large if f"{tmp_path / path} was not verified: plan" in error] == large
+    assert "wrong" not in error
+    code, out, error = crossreduce("verify", tmp_path, "--json")
+    report = json.loads(out)
+    assert (code, report["right"], len(report["proved"]), error) == (2, None, len(right), "")
+    code, out, error = crossreduce("verify", tmp_path / large[0])
+    assert (code, out, error.startswith(f"crossreduce: {tmp_path / large[0]} was not verified: ")) == (2, "", True)
 
 
 def test_one_format_in_a_folder_that_exists(printed, tmp_path, monkeypatch):

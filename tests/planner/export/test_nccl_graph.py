@@ -188,6 +188,8 @@ def test_bad_arguments(options, text):
     """The error states the rule that the arguments break, or the link that the topology lacks."""
     with pytest.raises(ArgumentError, match=text):
         to_nccl_graph_xml(ring(gpus(3)), **options)
+    with pytest.raises(PlanError, match=f"these rings need {10**23}."):  # without making a list of this length
+        to_nccl_graph_xml(ring(gpus(3)), gb_per_s=1, copies=10**23)
     without_link = Topology.from_matrix([[0, 1, 0], [0, 0, 0], [1, 0, 0]], gpus(3))
     with pytest.raises(PlanError, match="the topology has no route from cuda:1 to cuda:2"):
         to_nccl_graph_xml(ring(gpus(3)), without_link)

@@ -16,9 +16,10 @@ from typer import Exit, Option
 from ... import Topology
 from ...errors import ArgumentError
 from ...planning.optimal.bounds import COLLECTIVES
+from ...topology.topology_like import MOST_BYTES
 from ..support.arguments import (
     MAX_DEVICES,
-    at_least,
+    in_range,
     one_of,
     read_algorithms,
     read_device_list,
@@ -33,6 +34,7 @@ from . import devices as in_process
 from . import ranks
 from .request import BenchRequest
 
+MOST_SIZES: Final = 10_000
 DEVICES: Final = "Number of devices, or names: cuda:0-7."
 LAUNCH: Final = "Measure N ranks, one process each."
 OPS: Final = {"sum": "sum", "prod": "product", "min": "min", "max": "max", "avg": "mean"}
@@ -117,15 +119,19 @@ def bench(
         names = read_device_list("--devices", devices or str(count), partial(numbered_devices, framework))
         planned_on = None if machine is None else _rename_devices(machine, names)
     low, high = read_nbytes("--minbytes", minbytes), read_nbytes("--maxbytes", maxbytes)
-    if high < at_least(1, "--minbytes", low):
+    if high < in_range("--minbytes", low, 1, MOST_BYTES):
         raise ArgumentError(f"--maxbytes must be at least --minbytes, but {maxbytes} is less than {minbytes}.")
+    step = in_range("--stepbytes", read_nbytes("--stepbytes", stepbytes), 1, MOST_BYTES)
+    if stepfactor == 1 and (high - low) // step >= MOST_SIZES:
+        count = (high - low) // step + 1
+        raise ArgumentError(f"--stepbytes {stepbytes} results in {count} sizes, more than {MOST_SIZES}: add -f 2.")
     datatype = one_of(dict.fromkeys([*TYPES, *SPELLINGS]), "--datatype", datatype)
     op = one_of(dict.fromkeys([*OPS, *OPS.values()]), "--op", op)
     nccl_type = SPELLINGS.get(datatype, datatype)
     op = {numpy_name: name for name, numpy_name in OPS.items()}.get(op, op)
     collective = one_of(COLLECTIVES if in_ranks else in_process.COLLECTIVES, "--collective", collective)
-    one_of("0123", "--average", str(average))
-    at_least(0, "--num-packs", num_packs)
+    in_range("--average", average, 0, 3)
+    in_range("--num-packs", num_packs, 0)
     roots = _roots(root, collective, len(names))
     chosen = (ranks.OURS,) if in_ranks else tuple(read_algorithms("--algorithm", algorithm))
     listed = [one_of(ranks.PEERS, "--peers", name.strip()) for name in peers.split(",") if name.strip()]
@@ -143,12 +149,12 @@ def bench(
         devices=names,
         minimum_bytes=low,
         maximum_bytes=high,
-        step_bytes=at_least(1, "--stepbytes", read_nbytes("--stepbytes", stepbytes)),
-        step_factor=at_least(1, "--stepfactor", stepfactor),
-        warmup_iters=at_least(0, "--warmup_iters", warmup_iters),
-        iterations=at_least(1, "--iters", iters),
-        validation=at_least(0, "--check", check),
-        per_iter_timing=at_least(0, "--per_iter_report", per_iter_report) > 0,
+        step_bytes=step,
+        step_factor=in_range("--stepfactor", stepfactor, 1),
+        warmup_iters=in_range("--warmup_iters", warmup_iters, 0),
+        iterations=in_range("--iters", iters, 1),
+        validation=in_range("--check", check, 0),
+        per_iter_timing=in_range("--per_iter_report", per_iter_report, 0) > 0,
         output=None if output is None else str(output.absolute()),
         json=json,
         args=tuple(sys.argv),
@@ -209,11 +215,9 @@ def _rank_count(
     wrong = ", ".join(option for option, is_given in options.items() if is_given)
     if wrong:
         raise ArgumentError(f"{wrong} cannot be used with ranks: omit {wrong}, or start without --launch and torchrun.")
-    count = int(os.environ["WORLD_SIZE"]) if launch is None else at_least(1, "--launch", launch)
-    if count > MAX_DEVICES:
-        source = "torchrun's WORLD_SIZE" if launch is None else "--launch"
-        raise ArgumentError(f"{source} must be at most {MAX_DEVICES} ranks, not {count}.")
-    return count
+    if launch is None:
+        return in_range("torchrun's WORLD_SIZE", int(os.environ["WORLD_SIZE"]), 1, MAX_DEVICES)
+    return in_range("--launch", launch, 1, MAX_DEVICES)
 
 
 def _rename_devices(topology: Topology, names: tuple[str, ...]) -> Topology:

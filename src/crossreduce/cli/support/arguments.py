@@ -24,17 +24,20 @@ from .output import ranges
 
 # JAX and TensorFlow create every device up to the highest index, so a typing error must not create 10**9 of them.
 MAX_DEVICES: Final = 4096
+MOST_REPEATS: Final = 1_000_000  # calls, epochs and other numbers for which a program could run for ever
 _RANGE: Final = re.compile(r"(?P<name>.*[:#])?(?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})")
 
 
-def at_least(least: int, option: str, value: int) -> int:
-    """Return ``value``, or raise an ``ArgumentError`` if it is less than ``least``.
+def in_range(option: str, value: int, least: int, most: int = MOST_REPEATS) -> int:
+    """Return ``value``, or raise an ``ArgumentError`` if it is less than ``least`` or more than ``most``.
 
-    >>> at_least(1, "--epochs", 3)
+    >>> in_range("--epochs", 3, 1)
     3
     """
     if value < least:
         raise ArgumentError(f"{option} must be {least} or more, not {value}.")
+    if value > most:
+        raise ArgumentError(f"{option} must be {most} or less, not {value}.")
     return value
 
 
@@ -81,10 +84,7 @@ def read_device_list(
     (('cpu:0', 'cpu:1'), ('cpu:1', 'cuda:0', 'cuda:1'))
     """
     if re.fullmatch(r"[+-]?[0-9]{1,99}", text.strip()):
-        count = at_least(1, option, int(text))
-        if count > MAX_DEVICES:
-            raise ArgumentError(f"{option} must be at most {MAX_DEVICES} devices, not {count}.")
-        return numbered(count)
+        return numbered(in_range(option, int(text), 1, MAX_DEVICES))
     try:
         names = read_devices(split_list(text))
     except ArgumentError as error:
@@ -115,7 +115,8 @@ def read_nbytes(option: str, text: str) -> int:
     try:
         return byte_count(text)
     except ArgumentError as error:
-        raise ArgumentError(f'{option} must be a number of bytes such as 8, 64K or 128M, not "{text}".') from error
+        problem = f"{option} must be a number of bytes such as 8, 64K or 128M, at most 2**60"
+        raise ArgumentError(f'{problem}, not "{text}".') from error
 
 
 def read_machine(
@@ -133,7 +134,7 @@ def read_machine(
     >>> read_machine("DGX-1")
     Topology(8 devices, 32 links: cuda:0, cuda:1, cuda:2, cuda:3, cuda:4, cuda:5, cuda:6, cuda:7)
     """
-    at_least(1, "--hosts", hosts)
+    in_range("--hosts", hosts, 1)
     speeds = one_of(SPEEDS, "--speeds", speeds)
     known = {name: value for name, value in known.items() if value is not None}
     if known and (text == "this" or not is_path(text)):

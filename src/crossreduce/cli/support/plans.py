@@ -25,7 +25,7 @@ from ...planning.explain import shape, wrapped
 from ...planning.optimal.bounds import COLLECTIVES
 from ...planning.schedules import CHOICES, REGISTRY
 from ...topology.topology_like import is_path
-from .arguments import at_least, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset, say_unused
+from .arguments import in_range, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset, say_unused
 from .output import INVOKED, bound_json, rate_json, text_width
 from .topologies import BetweenCpus, Devices, Gpu, Hosts, InNetwork, Machine, Nics, Pcie, WithoutLink, select
 
@@ -204,8 +204,7 @@ def read_plan_request(
         problem = "--operation-us must be a number of microseconds from 0 to 1000000."
         raise ArgumentError.of(problem, str(operation_us), "--operation-us 2")
     size = read_nbytes("--nbytes", nbytes)
-    if at_least(1, "--packs", packs) > MOST_PACKS:
-        raise ArgumentError(f"--packs must be {MOST_PACKS} or less, not {packs}.")
+    in_range("--packs", packs, 1, MOST_PACKS)
     known: dict[str, Any] = {"gpu": gpu, "pcie": pcie, "between_cpus": between_cpus}
     complete = read_machine(machine, hosts, nics=nics, in_network=in_network, **known)
     topology = select(complete, devices, without_link)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Final
@@ -19,6 +19,17 @@ _WANTED: Final = (
     (r"integer", "a whole number"),
     (r"equal to (-?[0-9]+)", r"\1 or more"),
     (r"number|float", "a number"),
+)
+# Options of other programs, and the parameters of commands here that mean the same. A name of one letter has its case.
+_SAME_MEANING: Final = (
+    ("b e bytes nbytes size sizes count message-size buffer-size", "nbytes minbytes maxbytes"),
+    ("g n np gpus ngpus devices device nproc nproc-per-node ranks nranks world-size replicas", "devices launch"),
+    ("N hosts host nodes nnodes num-nodes machines", "hosts"),
+    ("o out output outfile save", "output folder export report picture"),
+    ("a alg algo algorithm", "algorithm assume"),
+    ("machine topo topology cluster", "machine a topology"),
+    ("d type dtype datatype", "datatype"),
+    ("iterations iters repeat repeats", "iters epochs"),
 )
 _EXTRA: Final = re.compile(r"extra argument(?:s|\(s\))? \((.*)\)")
 
@@ -33,8 +44,9 @@ def usage_error(error: Any, args: Sequence[str], examples: Mapping[str, Sequence
     name = "" if context is None else context.info_name
     lines = [f"crossreduce {line}" for line in examples.get(name, ())]
     if kind == "NoSuchOption":
-        near = " or ".join(error.possibilities or ())
-        return ArgumentError.of(f"{command} has no option {error.option_name}.", "", near or f"{command} --help")
+        given = str(error.option_name)
+        near = " or ".join(_same_meaning(given, context, error.possibilities or ()))
+        return ArgumentError.of(f"{command} has no option {given}.", "", near or f"{command} --help")
     if kind == "MissingParameter":
         return ArgumentError.of(f"{command} needs {_label(param)}.", "", lines[0] if lines else f"{command} --help")
     if kind == "BadOptionUsage":
@@ -58,6 +70,22 @@ def usage_error(error: Any, args: Sequence[str], examples: Mapping[str, Sequence
         near = " or ".join(get_close_matches(unknown[1], examples)) or "crossreduce --help"
         return ArgumentError.of(f"crossreduce has no command {unknown[1]}.", "", near)
     return ArgumentError.of(error.format_message(), "", f"{command} --help")
+
+
+def _same_meaning(option: str, context: Any, similar: Iterable[str]) -> list[str]:
+    """Return what to write in place of an option that a command does not have: options, or the command's arguments.
+
+    ``similar``: the options that are spelled like it, which are returned if its meaning is not known.
+    """
+    word = option.lstrip("-").replace("_", "-")
+    wanted = next((params.split() for words, params in _SAME_MEANING if word in words.split()), None)
+    if wanted is None:
+        return [*similar]
+    params = [] if context is None else context.command.params
+    found = [_label(param) for param in params if param.name in wanted]
+    options = [label for label in found if label.startswith("-")]
+    arguments = [label for label in map(_label, params) if not label.startswith("-")]
+    return options if options or not found else [" ".join([context.command_path, *arguments])]
 
 
 def _label(param: Any) -> str:

@@ -11,7 +11,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typer import Exit, Option
 from ... import AllReduceCrossDeviceOps, __version__, all_reduce
 from ...frameworks.null import NullFramework
 from ...options import ALGORITHMS
-from ..support.arguments import at_least, one_of, read_device_list, say_unused
+from ..support.arguments import in_range, one_of, read_device_list, say_unused
 from ..support.output import json_report, progress, terminal
 from ..support.topologies import Json
 from .trainers import TRAINERS, Trainer, Tree, load, numbered_devices
@@ -33,6 +33,7 @@ from .view import TrainingStep, Watch, live_view
 
 TEST_SIZE = 360
 HIDDEN = 64
+MOST_SEED = (1 << 64) - 1
 Parameters = dict[str, NDArray[Any]]
 
 
@@ -75,19 +76,20 @@ def train(
     """
     framework = one_of(TRAINERS, "--framework", framework)
     names = read_device_list("--devices", devices, partial(numbered_devices, framework))
-    ops = AllReduceCrossDeviceOps(one_of(ALGORITHMS, "--algorithm", algorithm), at_least(0, "--num-packs", num_packs))
-    at_least(1, "--epochs", epochs)
-    at_least(1, "--batch-size", batch_size)
-    at_least(0, "--seed", seed)
+    ops = AllReduceCrossDeviceOps(one_of(ALGORITHMS, "--algorithm", algorithm), in_range("--num-packs", num_packs, 0))
+    in_range("--epochs", epochs, 1)
+    in_range("--batch-size", batch_size, 1)
+    in_range("--seed", seed, 0, MOST_SEED)
     if live and json:
         say_unused("--live", "--json prints only JSON")
     with json_report(output, json) as write:
         trainer = load(framework, names)
         images, labels, *test = load_digits()
         first = initial(seed)
-        order = list(batches(len(labels), batch_size, epochs, seed))
+        order = batches(len(labels), batch_size, epochs, seed)
+        steps = epochs * -(-len(labels) // batch_size)
         title = f"{framework} {trainer.version}, {len(names)} replica{'s' * (len(names) != 1)}, {algorithm}"
-        with live_view(title, len(order), epochs) if live and not json else _bar(len(order)) as watch:
+        with live_view(title, steps, epochs) if live and not json else _bar(steps) as watch:
             run = fit(trainer, names, ops, images, labels, first, order, watch)
         report = {
             "crossreduce": __version__,
@@ -101,13 +103,13 @@ def train(
             "epochs": epochs,
             "batch_size": batch_size,
             "seed": seed,
-            "steps": len(order),
+            "steps": steps,
             "losses": run.losses,
             "epoch_losses": run.epoch_losses,
             "final_loss": run.epoch_losses[-1],
             "test_accuracy": accuracy(run.replicas[0], *test),
-            "gradients_reduced": len(first) * len(order),
-            "bytes_moved": bytes_moved(first, names, ops) * len(order),
+            "gradients_reduced": len(first) * steps,
+            "bytes_moved": bytes_moved(first, names, ops) * steps,
             "reduction_s": run.reduction_s,
             "total_s": run.total_s,
             "replicas_identical": same_bits(run.replicas),
@@ -174,19 +176,20 @@ def fit(
     images: NDArray[Any],
     labels: NDArray[Any],
     first: Parameters,
-    order: list[tuple[int, NDArray[Any]]],
+    order: Iterable[tuple[int, NDArray[Any]]],
     watch: Watch,
 ) -> Run:
     """Train from the parameters ``first``, call ``watch`` after each step, and return the run.
 
-    ``order`` has the epoch and the samples of each step. The reported seconds do not include those of ``watch``.
+    ``order`` yields the epoch and the samples of each step, the epochs in ascending order. The reported seconds do not
+    include those of ``watch``.
     """
     zero = {k: 0 * x for k, x in first.items()}
     states: list[tuple[Tree, ...]] = [  # the parameters and the velocity of each replica
         tuple({k: trainer.put(x, device) for k, x in tree.items()} for tree in (first, zero)) for device in devices
     ]
     losses: list[float] = []
-    epoch_sums = [0.0] * (order[-1][0] + 1)
+    epoch_sums: list[float] = []
     reduction_s, watching_s, began = 0.0, 0.0, time.perf_counter()
     step_began = began
     for epoch, batch in order:
@@ -205,6 +208,7 @@ def fit(
         states = [trainer.update(p, v, total, len(batch)) for (p, v), total in zip(states, totals, strict=True)]
         loss = math.fsum(float(trainer.get(loss)) for loss, _ in pairs)
         losses.append(loss / len(batch))
+        epoch_sums += [0.0] * (epoch == len(epoch_sums))
         epoch_sums[epoch] += loss
         step_ended = time.perf_counter()
         watch(TrainingStep(epoch, len(batch), losses[-1], step_reduction_s, step_ended - step_began))

@@ -109,13 +109,13 @@ typeintra="NVL" typeinter="PIX" samechannels="1">
     if copies is None:
         needed = 1 if links is None else math.ceil(_speed(hops, links) / MOST_PER_CHANNEL)
         copies = max(1, min(needed, MOST_CHANNELS // len(once)))
-    channels = [cycle for cycle in once for _ in range(copies)]
-    if len(channels) > MOST_CHANNELS:
+    if len(once) * copies > MOST_CHANNELS:
         given = f"{len(shares)} rings with shares {', '.join(map(str, shares.values()))}, {copies} copies"
-        problem = f"NCCL before 2.24 has {MOST_CHANNELS} channels, these rings need {len(channels)}."
+        problem = f"NCCL before 2.24 has {MOST_CHANNELS} channels, these rings need {len(once) * copies}."
         remedy = f"shares whose common denominator is at most {MOST_CHANNELS}"
         fewer_copies = f"copies={MOST_CHANNELS // denominator}"
         raise PlanError.of(problem, given, remedy if denominator > MOST_CHANNELS else fewer_copies)
+    channels = [cycle for cycle in once for _ in range(copies)]
     speed = float(gb_per_s or 0 if links is None else _speed(hops, links) / copies)
     if path is None:
         path = max((path_type(hop, links) for hop in hops), key=PATHS.index) if links is not None else PATHS[0]

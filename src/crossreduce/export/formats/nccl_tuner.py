@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 from ...errors import ArgumentError, shown
 from ...planning import COLLECTIVES
+from ...schedule.schedule import many
 from ...topology import Topology
 from ...topology.measurements import read_measurements
 from .nccl_model import ALGORITHMS, PROTOCOLS, Model
@@ -77,7 +78,8 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
     model = Model(topology)
     fits = _fits(model, times or {})
     lines = [
-        f"# NCCL tuner configuration: {model.ranks} GPUs, {model.hosts} hosts; for NVIDIA/nccl plugins/tuner/example.",
+        f"# NCCL tuner configuration: {model.ranks} GPUs, {many(model.hosts, 'host')}.",
+        "# For: NVIDIA/nccl plugins/tuner/example.",
         "# Use: NCCL_TUNER_PLUGIN=PATH/libnccl-tuner-example.so NCCL_TUNER_CONFIG_FILE=THIS_FILE.",
         "# Channels: NCCL's own rule, rounded up; NCCL uses at most as many as it has made. -1: any number or buffer.",
         "# A communicator of another size matches no row, and the plug-in then gives it 1 channel. To leave the number",

@@ -16,6 +16,10 @@ BUFFERS: Final = {"i": "input", "o": "output", "s": "scratch"}
 _MOST_NOTES: Final = 32  # that the text of a report shows
 
 
+class TooLargeError(ScheduleError):
+    """A file exceeds a limit of the verifier, so whether it is right is not known."""
+
+
 class Contributions(NamedTuple):
     """The content of a memory location: the sum of some ranks' contributions to a part of the collective's buffer."""
 

@@ -13,7 +13,6 @@ Source: the legend below the table; https://docs.nvidia.com/deploy/nvidia-smi.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import combinations
@@ -225,9 +224,9 @@ def _check_switches(table: Table, gpus: Sequence[str], links: Sequence[tuple[str
 
 
 def _speed(what: str, value: object, example: str) -> Fraction:
-    if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 < value < math.inf:
+    if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0.001 <= value <= 1e6:
         return Fraction(str(value))
-    raise ArgumentError.of(f"{what} must be a finite number of GB/s above 0.", shown(value), example)
+    raise ArgumentError.of(f"{what} must be a number of GB/s from 0.001 to 1000000.", shown(value), example)
 
 
 def _number(value: Fraction) -> str:

@@ -23,7 +23,7 @@ from typing import Final
 
 from ....errors import ScheduleError
 from ..collective import Location
-from ..proof import quoted_name
+from ..proof import TooLargeError, quoted_name
 from .format import LARGEST_COUNT, RECEIVES, SENDS, Algo, Threadblock, XmlStep
 
 # The number of slots of a connection. NCCL_STEPS is 8. A send takes one of them under LL and LL128, and 4 under Simple
@@ -95,7 +95,7 @@ class MscclProgram:
         if too_large(len(self.steps), work):
             problem = f"{self.name}: the file is too large to be verified."
             given = f"{len(self.steps)} steps, {work} chunks in the buffers and steps"
-            raise ScheduleError.of(problem, given, f"up to {MOST_STEPS} steps, {MOST_WORK} chunks")
+            raise TooLargeError.of(problem, given, f"up to {MOST_STEPS} steps, {MOST_WORK} chunks")
         for parser in parsers.values():
             for step, targets in zip(parser.steps, parser.waits, strict=True):
                 for block_number, number in targets:

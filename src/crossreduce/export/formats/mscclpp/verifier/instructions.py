@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from .....errors import ScheduleError
-from ...proof import BUFFERS, quoted_name
+from ...proof import BUFFERS, TooLargeError, quoted_name
 from ..format import MscclppPlan, PlanOperation
 from ..layout import WORD, PlanLayout
 from .data_moves import WHOLE, Move, MoveMaker
@@ -81,7 +81,7 @@ def instructions(plan: MscclppPlan, layout: PlanLayout) -> list[list[PlanInstruc
                 if total > MOST_INSTRUCTIONS:
                     problem = f"plan {quoted_name(plan.name)}: the plan is too large to be verified."
                     remedy = f"up to {MOST_INSTRUCTIONS} operations, with all iterations of pipelines"
-                    raise ScheduleError.of(problem, f"messages of {layout.nbytes} bytes", remedy)
+                    raise TooLargeError.of(problem, f"messages of {layout.nbytes} bytes", remedy)
     return lists
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 from .....errors import ScheduleError
-from ...proof import Contributions
+from ...proof import Contributions, TooLargeError
 from ..layout import Area
 from .clocks import NOTHING, AccessRecord, Clock
 from .data_moves import Move
@@ -86,7 +86,7 @@ class Cells:
                         queue.append((other, begin + factor * offset))
 
     def _too_large(self, given: str) -> ScheduleError:
-        return ScheduleError.of(f"{self.name}: the plan is too large to be verified.", given)
+        return TooLargeError.of(f"{self.name}: the plan is too large to be verified.", given)
 
     def _cut(self, area: Area, position: int) -> bool:
         """Cut an area at a position, and return whether this is a new cut."""
