@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import UnsupportedError, shown
-from ..ops import ACCUMULATORS, INTEGERS, Numbers, ReduceOp
+from ..ops import Numbers, ReduceOp, numbers_of
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse
@@ -90,8 +90,7 @@ class NullFramework:
         pass  # every device is accepted
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
-        result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-        return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
+        return numbers_of(op, dtype, count)
 
     def to_device(self, x: Array, device: str) -> Array:
         if x.device == device:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from ...devices import parse
 from ...errors import ArgumentError, UnsupportedError
-from ...frameworks.numpy.arrays import numbers_of
-from ...ops import ReduceOp
+from ...ops import ReduceOp, numbers_of
 from ...options import CommunicationOptions
 from ...planning.requests import busbw_factor
 from ...ranks.intra_host.instructions import reduction_numbers
