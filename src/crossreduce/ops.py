@@ -12,7 +12,6 @@ import operator
 from collections.abc import Iterable
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from .errors import ArgumentError, UnsupportedError, shown
@@ -181,14 +180,6 @@ every framework. A pair that is not defined raises ``UnsupportedError``.
 >>> ACCUMULATORS[ReduceOp.MEAN, "float16"], ACCUMULATORS[ReduceOp.SUM, "int8"]
 ('float32', 'int8')
 """
-
-
-@lru_cache(maxsize=1024)
-def numbers_of(op: ReduceOp, dtype: str, count: int, mean_of_integers: str = "float64") -> Numbers:
-    """Return how a framework computes an op over ``count`` components, given the dtype of its means of integers."""
-    is_mean = op is ReduceOp.MEAN
-    result = mean_of_integers if is_mean and dtype in INTEGERS else dtype
-    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if is_mean else 1)
 
 
 MOST_WHOLE: Final = 1 << 24

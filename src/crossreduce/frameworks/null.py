@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import UnsupportedError, shown
-from ..ops import Numbers, ReduceOp, numbers_of
+from ..ops import ACCUMULATORS, INTEGERS, Numbers, ReduceOp
 from ..packing import Cut, itemsize
 from ..values import IndexedSlices, TensorSpec
 from .base import Array, Sparse
@@ -90,7 +90,8 @@ class NullFramework:
         pass  # every device is accepted
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
-        return numbers_of(op, dtype, count)
+        result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
+        return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
     def to_device(self, x: Array, device: str) -> Array:
         if x.device == device:

@@ -19,9 +19,9 @@ Synchronization and Linearity, 1992 (systems of maxima and sums, which grow peri
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from ..kernels import native
@@ -30,7 +30,9 @@ from .lock_step import Loads
 # Times that differ by less than this part of the longest period are equal. It is far above the rounding errors of sums.
 _EQUAL: Final = 1e-9
 
-# Up to this number of reads in all ticks, compiled code is faster. NumPy's does not compute all of many equal ticks.
+# Up to this number of reads in all ticks, plain Python is as fast as NumPy, whose calls take microseconds each.
+_MOST_PLAIN: Final = 1_500
+# Up to this number, compiled code is faster. NumPy's does not compute all of many equal ticks.
 _MOST_COMPILED: Final = 400_000
 
 
@@ -46,7 +48,7 @@ class Served(NamedTuple):
 class EventClock:
     """The event-driven times of a schedule, for a number of bytes.
 
-    NumPy computes all reads of a tick at once. If only the total is needed, compiled code computes it for fewer reads.
+    NumPy computes all reads of a tick at once. For few reads, or without NumPy, plain Python computes the same times.
     """
 
     def __init__(self, loads: Loads, nbytes: int) -> None:
@@ -54,28 +56,81 @@ class EventClock:
 
     def run(self, pieces: int) -> list[tuple[float, int]]:
         """Return (seconds by which a tick extends the total time, number of such ticks) for all ticks, in order."""
-        return [(seconds, count) for seconds, count, _ in _Run(_arrays(self.loads), self.nbytes, pieces).equal_ticks()]
+        if self._is_small(pieces):
+            ends = [0.0, *(end for *_, end in self._plain_ticks(pieces))]
+            return [(after - before, 1) for before, after in pairwise(ends)]
+        return _Run(_arrays(self.loads), self.nbytes, pieces).tick_lengths()
 
     def total(self, pieces: int) -> float:
         """Return the seconds from the start of the first read to the end of the last one."""
         if self.rounds and self._reads_of_ticks(pieces) <= _MOST_COMPILED and (compiled := _compiled(self.loads)):
             queueing = [self.loads.queued(queue, min(pieces, self.rounds)) for queue in self.loads.queues.values()]
             return float(compiled.total(self.nbytes / pieces, pieces, queueing))
-        return math.fsum(seconds * count for seconds, count in self.run(pieces))
+        if self._is_small(pieces):
+            return max((end for *_, end in self._plain_ticks(pieces)), default=0.0)
+        run = _Run(_arrays(self.loads), self.nbytes, pieces)
+        run.tick_lengths()
+        return run.end
 
     def intervals(self, pieces: int) -> Iterator[tuple[int, int, float, float]]:
         """Yield (tick, number of the read, start, end) for each read of each tick, in seconds."""
-        run = _Run(_arrays(self.loads), self.nbytes, pieces)
-        for t, (_, _, served) in enumerate(run.equal_ticks(one_by_one=True)):
-            for k, (start, end) in enumerate(zip(served.start.tolist(), served.end.tolist(), strict=True)):
-                yield t, served.first + k, start, end
+        for t, reads, _ in self._plain_ticks(pieces):
+            for k, start, end in reads:
+                yield t, k, start, end
 
     def served(self, pieces: int) -> Iterator[Served]:
-        """Yield the reads of all ticks, where one ``Served`` may stand for many equal ticks."""
+        """Yield the reads of all ticks, where one ``Served`` may stand for many equal ticks. This needs NumPy."""
         return (served for *_, served in _Run(_arrays(self.loads), self.nbytes, pieces).equal_ticks())
+
+    def _is_small(self, pieces: int) -> bool:
+        return self._reads_of_ticks(pieces) <= _MOST_PLAIN or not _has_numpy()
 
     def _reads_of_ticks(self, pieces: int) -> int:
         return len(self.loads.traffic.reads) * (self.rounds + pieces)
+
+    def _plain_ticks(self, pieces: int) -> Iterator[tuple[int, list[tuple[int, float, float]], float]]:
+        """Yield for each tick its number, (number, start, end) of each of its reads, and the latest end so far."""
+        loads, rounds, nbytes = self.loads, self.rounds, self.nbytes / pieces
+        reads, first = loads.traffic.reads, [0] * (rounds + 1)
+        for read in reads:
+            first[read.round + 1] += 1
+        first = list(accumulate(first))  # for each round, the number of its first read
+        queues = list(loads.queues.values())
+        queueing = [loads.queued(queue, min(pieces, rounds)) for queue in queues]
+        queue_of_step = _queue_of_step(loads)
+        queued = [0.0] * len(queues)  # when each host has queued the operations of all ticks up to this one
+        free = [0.0] * len(loads.per_message)  # when each resource has served the reads of the earlier ticks
+        ready: dict[tuple[int, int], float] = {}  # by step and piece, when the value that the step makes is ready
+        time = 0.0
+        for t in range(rounds + pieces - 1):
+            window = _window(t, rounds, pieces)
+            queued = [before + seconds[window] for before, seconds in zip(queued, queueing, strict=True)]
+            active = range(first[max(0, t - pieces + 1)], first[min(t, rounds - 1) + 1])
+            load = [0.0] * len(free)
+            for number in active:
+                for k, seconds in loads.uses[number]:
+                    load[k] += seconds * nbytes + loads.per_message[k]
+            occupied, served_reads = list(free), []
+            for number in active:
+                read = reads[number]
+                piece = t - read.round
+                start = ready.get((read.operand, piece), 0.0)
+                served = 0.0
+                for k, _ in loads.uses[number]:
+                    start, served = max(start, free[k]), max(served, load[k])
+                end = start + served
+                queue_number = queue_of_step[read.step]
+                if queue_number:
+                    end = max(end, queued[queue_number - 1])
+                end += read.latency_s
+                for k, _ in loads.uses[number]:
+                    occupied[k] = max(occupied[k], end)
+                value = read.step, piece
+                ready[value] = max(ready.get(value, 0.0), end)
+                time = max(time, end)
+                served_reads.append((number, start, end))
+            free = occupied
+            yield t, served_reads, time
 
 
 def _window(t: int, rounds: int, pieces: int) -> int:
@@ -94,6 +149,15 @@ def _compiled(loads: Loads) -> Any:
     """Return the compiled clock of some loads, or ``None`` where it was not built."""
     module = native()
     return module and module.EventClock(loads.traffic.reads, loads.by_round, _queue_of_step(loads), loads.rounds)
+
+
+@lru_cache(maxsize=1)
+def _has_numpy() -> bool:
+    try:
+        import numpy  # noqa: F401 - checks only whether it is installed
+    except ImportError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)
@@ -183,11 +247,13 @@ class _Run:
         self.queueing = np.array([[0.0] * (self.rounds + width - 1), *queued]).T
         self.queued = np.zeros(1 + len(queued))
 
-    def equal_ticks(self, *, one_by_one: bool = False) -> Iterator[tuple[float, int, Served]]:
+    def tick_lengths(self) -> list[tuple[float, int]]:
+        """Run all ticks, and return their seconds: see ``EventClock.run``."""
+        return [(seconds, count) for seconds, count, _ in self.equal_ticks()]
+
+    def equal_ticks(self) -> Iterator[tuple[float, int, Served]]:
         """Run all ticks. Yield (seconds of one tick, number of equal ticks, their reads) for one or several ticks."""
         rounds, pieces = self.rounds, self.pieces
-        if not rounds:
-            return
         t, active, active_rounds = 0, None, (-1, -1)
         steady = _Steady(self)
         while t < rounds + pieces - 1:
@@ -199,7 +265,7 @@ class _Run:
             self.tick(active, t)
             yield self.end - before, 1, Served(active.first, self.start, self.ends, 1)
             t += 1
-            if rounds <= t < pieces - 1 and not one_by_one:
+            if rounds <= t < pieces - 1:
                 ahead = min(steady.ticks_ahead(active), pieces - 1 - t)
                 if ahead > 0:
                     start, end = steady.times(ahead)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ...devices import parse
 from ...errors import ArgumentError, UnsupportedError
-from ...ops import ReduceOp, numbers_of
+from ...frameworks.numpy.arrays import numbers_of
+from ...ops import ReduceOp
 from ...options import CommunicationOptions
 from ...planning.requests import busbw_factor
 from ...ranks.intra_host.instructions import reduction_numbers

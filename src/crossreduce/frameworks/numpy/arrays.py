@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401 - gives NumPy the dtype "bfloat16"
 import numpy as np
 
 from ...errors import ArgumentError, DeviceError, UnsupportedError, shown
-from ...ops import COMPLEX, DTYPES, ELEMENTWISE, Numbers, ReduceOp, numbers_of
+from ...ops import ACCUMULATORS, COMPLEX, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
 from ...packing import Cut
 from ...values import IndexedSlices, TensorSpec
 from ..base import Array, Sparse, ThreadModes
@@ -41,6 +41,14 @@ def _complex_product(a: Array, b: Array, out: Array | None = None) -> Array:
 @lru_cache(maxsize=256)
 def _name(dtype: np.dtype[Any]) -> str:
     return dtype.name
+
+
+@lru_cache(maxsize=1024)
+def numbers_of(op: ReduceOp, dtype: str, count: int, mean_of_integers: str = "float64") -> Numbers:
+    """Return how a framework computes an op over ``count`` components, given the dtype of its means of integers."""
+    is_mean = op is ReduceOp.MEAN
+    result = mean_of_integers if is_mean and dtype in INTEGERS else dtype
+    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if is_mean else 1)
 
 
 @lru_cache(maxsize=1024)

@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from ...devices import canonical, parse
 from ...errors import DeviceError, MismatchError, UnsupportedError, shown
-from ...ops import DTYPES, ELEMENTWISE, Numbers, ReduceOp, numbers_of
+from ...ops import DTYPES, ELEMENTWISE, Numbers, ReduceOp
 from ...packing import Cut
 from ...values import IndexedSlices, TensorSpec
 from ..base import Array, Immutable, Sparse
-from ..numpy.arrays import index_error
+from ..numpy.arrays import index_error, numbers_of
 
 _RAW: Final = tf.raw_ops
 _in_tensorflow_2: Final = tf.compat.v1.executing_eagerly_outside_functions  # False in a graph of TensorFlow 1

@@ -19,11 +19,11 @@ from torch.nn.parameter import is_lazy
 from ...devices import parse
 from ...errors import DeviceError, UnsupportedError, shown
 from ...kernels.overlap import overlaps
-from ...ops import ALONG_AXIS, DTYPES, ELEMENTWISE, Numbers, ReduceOp, numbers_of
+from ...ops import ALONG_AXIS, DTYPES, ELEMENTWISE, Numbers, ReduceOp
 from ...packing import Cut
 from ...values import IndexedSlices, TensorSpec
 from ..base import Array, Sparse, ThreadModes
-from ..numpy.arrays import index_error
+from ..numpy.arrays import index_error, numbers_of
 
 _BINARY: Final[dict[ReduceOp, Any]] = {op: getattr(torch, name) for op, name in ELEMENTWISE.items()}
 _KINDS: Final = ("cuda", "xpu", "mps")
