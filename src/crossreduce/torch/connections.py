@@ -104,8 +104,8 @@ def _of_world() -> Communicator | None:
 def own_part(store: Any, rank: int, name: str, origin: Origin) -> tuple[Any, str]:
     """Return a part of a group's store that no other group has, also if it had the name ``name`` and was destroyed.
 
-    The second result is a name that no other group has, the same on all ranks, or "" if none is known without the store:
-    there must be a default group of this backend, with which all ranks make the groups of a name in the same order.
+    The second result is a name that no other group has, the same on all ranks, or "" if the store must find one: there
+    must be a default group of this backend, with which all ranks make the groups of a name in the same order.
     """
     with lost_store_errors(store):
         if (communicator := _of_world()) is None or origin.is_beyond is not None:

@@ -80,7 +80,7 @@ class TorchRendezvous(StoreRendezvous):
         self._compare_ranks(first)
 
     def _compare_ranks(self, first: str) -> None:
-        """Raise a ``MismatchError`` on all ranks if another rank makes this group of other ranks. ``first``: its text."""
+        """Raise a ``MismatchError`` on all ranks if a rank, with the text ``first``, makes a group of other ranks."""
         theirs, _, other = first.rpartition(" ")
         if theirs in ("", self._ranks):
             return

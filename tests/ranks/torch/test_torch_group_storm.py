@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,15 @@ import torch
 import torch.distributed as dist
 from budget import count
 from free_port import free_port
-from ranks import Died, Moment, ranks
+from ranks import ranks
 
 import crossreduce.torch  # noqa: F401 - registers the backend
 from crossreduce import CollectiveTimeout, PeerLostError
 from crossreduce.observe.liveness import is_stopped
 
-TIMEOUT_S = 2.0
-LATE_S = 4.0  # how much longer than the timeout an error may take; between hosts, 5 s of waiting for connections more
+TIMEOUT_S = 3.0
+LONG_S = 60.0  # the timeout of groups that must be made
+LATE_S = 10.0  # how much longer than the timeout an error may take on a busy machine; between hosts, 5 s more
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT, "pause": signal.SIGSTOP}
 KINDS = ("new", "split")
 
@@ -40,10 +40,9 @@ def drawn(seed, hosts=1, transport="tcp"):
     else:
         places = [*range(hosts), *(draw.randrange(hosts) for _ in range(size - hosts))]
         draw.shuffle(places)
-    victim, groups = draw.randrange(size), []
+    victim, number = draw.randrange(size), draw.randint(2, 6)
     chosen = [sorted(draw.sample(range(size), draw.randint(2, size))) for _ in range(3)]  # several groups of some ranks
-    for _ in range(draw.randint(2, 6)):
-        groups.append([draw.choice(KINDS), draw.choice(chosen), draw.random() < 0.6])
+    groups = [[draw.choice(KINDS), draw.choice(chosen), draw.random() < 0.6] for _ in range(number)]
     with_victim = [-1, *(k for k, (_, members, _) in enumerate(groups) if victim in members)]
     return {
         "seed": seed, "hosts": hosts, "transport": transport, "size": size, "places": places, "victim": victim,
@@ -86,15 +85,11 @@ def wait_until(condition):
 def open_things():
     """Return how many descriptors and threads this process has."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return [len(list(Path("/proc/self", each).iterdir())) for each in ("fd", "task")]
 
 
-def made(kind, members, victim):
-    """Return a group of ``members``. Split groups of the same members have the same name.
-
-    Ranks may come late to groups without ``victim``, since they have waited for it in another group.
-    """
-    timeout = timedelta(seconds=TIMEOUT_S if victim in members else 60)
+def made(kind, members, timeout):
+    """Return a group of ``members``. Split groups of the same members have the same name."""
     if kind == "split":
         return dist.group.WORLD.split_group(members, timeout, group_name=f"split {members}")
     return dist.new_group(members, timeout, backend="crossreduce")
@@ -114,26 +109,36 @@ def life(rendezvous, case, place):
     torch.set_num_threads(1)
     if case["hosts"] > 1:
         namespaces.enter(case["holders"][case["places"][me]])
-    outcomes, lost, kept, before = [], set(), [], None
+    outcomes, kept, before = [], [], None
+    survivors = [rank for rank in range(size) if rank != victim or case["how"] == "pause"]
+
+    def has_failed(number, members):
+        """Wait until all survivors are here, since some have waited for the victim. Return whether one has lost it, and
+        it is among ``members``, or one has no default group."""
+        rendezvous.query("put", [("at", number, me)], True)
+        if number >= case["at"]:
+            rendezvous.query("get", [("at", number, rank) for rank in survivors], timeout=60)
+        lost, lacks = rendezvous.query("get", [("lost",), ("lacks",)])
+        return lacks or (lost and victim in members)
 
     def tried(number, function):
-        began = Moment()
+        began = time.monotonic()
         if me == victim and case["at"] == number:
             fail_soon(case)
         try:
             function()
         except (CollectiveTimeout, PeerLostError) as error:
-            lost.update(error.ranks)
-            outcomes.append([number, type(error).__name__, list(error.ranks), Moment().seconds_since(began), str(error)])
+            rendezvous.query("put", [("lost",)], True)
+            outcomes.append([number, type(error).__name__, list(error.ranks), time.monotonic() - began, str(error)])
         else:
-            outcomes.append([number, "ok", [], Moment().seconds_since(began), ""])
+            outcomes.append([number, "ok", [], time.monotonic() - began, ""])
+
+    timeout = timedelta(seconds=TIMEOUT_S if case["at"] < 0 else LONG_S)
+    store = dist.TCPStore(*place, size, me == 0 and case["store"] == "rank 0", timeout, wait_for_workers=False)
+    rendezvous.all_gather(b"")
 
     def begin():
-        timeout = timedelta(seconds=TIMEOUT_S)
-        where = {"init_method": place, "rank": me, "world_size": size}
-        if isinstance(place, int):
-            store = dist.TCPStore("127.0.0.1", place, size, False, timeout, wait_for_workers=False)
-            where = {"store": store, "rank": me, "world_size": size}
+        where = {"store": store, "rank": me, "world_size": size}
         dist.init_process_group("crossreduce", timeout=timeout, **where)
         used(dist.group.WORLD, range(size))
 
@@ -142,8 +147,8 @@ def life(rendezvous, case, place):
         dist.all_reduce(x, group=group)
         assert x.item() == sum(2**rank for rank in members)
 
-    def make(kind, members, stays):
-        group = made(kind, members, victim)
+    def make(kind, members, stays, timeout_s):
+        group = made(kind, members, timedelta(seconds=timeout_s))
         kept.append(group)
         used(group, members)
         if not stays:
@@ -151,16 +156,15 @@ def life(rendezvous, case, place):
 
     try:
         tried(-1, begin)
-        if not lost:
+        if dist.is_initialized():
             before = open_things()
-            for number, (kind, members, stays) in enumerate(case["groups"]):
-                if me not in members:
-                    dist.distributed_c10d._world.group_count += kind == "new"
-                elif lost & set(members):
-                    outcomes.append([number, "skipped", [], 0.0, ""])
-                    dist.distributed_c10d._world.group_count += kind == "new"
-                else:
-                    tried(number, partial(make, kind, members, stays))
+        else:
+            rendezvous.query("put", [("lacks",)], True)
+        for number, (kind, members, stays) in enumerate(case["groups"]):
+            joins = not has_failed(number, members) and me in members
+            dist.distributed_c10d._world.group_count += kind == "new" and not joins
+            limit_s = TIMEOUT_S if number >= case["at"] and victim in members else LONG_S
+            tried(number, partial(make, kind, members, stays, limit_s) if joins else lambda: None)
         if me == victim and case["how"] != "pause":
             sys.setprofile(None)
             os.kill(os.getpid(), SIGNALS[case["how"]])
@@ -173,8 +177,7 @@ def life(rendezvous, case, place):
             time.sleep(1.5)  # as in a program that cleans up: others read there why the group was aborted
         return "interrupted"
     (folder / f"done{me}").touch()
-    began = Moment()
-    survivors = [rank for rank in range(size) if rank != victim or case["how"] == "pause"]
+    began = time.monotonic()
     if me == 0:  # its process may run the store
         wait_until(lambda: all((folder / f"done{rank}").exists() for rank in survivors))
     for group in kept:
@@ -183,7 +186,7 @@ def life(rendezvous, case, place):
     after = before and open_things()
     if dist.is_initialized():
         dist.destroy_process_group()
-    return outcomes, before, after, Moment().seconds_since(began)
+    return outcomes, before, after, time.monotonic() - began
 
 
 def watched(case):
@@ -216,12 +219,12 @@ def problems(case, found):
         outcomes, before, after, ended_s = found[rank]
         for number, kind, named, took, text in outcomes:
             members = range(case["size"]) if number < 0 else case["groups"][number][1]
-            if kind not in ("ok", "skipped"):
+            if kind != "ok":
                 if how == "pause" or number < case["at"] or (victim not in members and not owns):
                     wrong.append(f"rank {rank}, group {number}: fails without a reason: {text}")
                 elif named != [victim]:
                     wrong.append(f"rank {rank}, group {number}: names {named}: {text}")
-            if took > limit_s and (victim in members or kind != "ok"):
+            if took > limit_s and kind != "ok":
                 wrong.append(f"rank {rank}, group {number}: {kind} after {took:.1f} s: {text}")
         if ended_s > 15:
             wrong.append(f"rank {rank}: its end takes {ended_s:.1f} s")
@@ -234,10 +237,10 @@ def run(case, folder, bed=None):
     """Run a case. Return what is wrong, and the results."""
     case["folder"] = str(folder)
     environment = [{"CROSSREDUCE_TRANSPORT": case["transport"], "UCX_TLS": "tcp"} for _ in range(case["size"])]
-    store, place = None, f"tcp://127.0.0.1:{free_port()}"
+    store, place = None, ("127.0.0.1", free_port())
     if bed is not None:
         case["holders"] = [holder.pid for holder in bed.holders]
-        place = f"tcp://{bed.addresses[case['places'][0]]}:{29500 + case['seed'] % 1000}"
+        place = bed.addresses[case["places"][0]], 29500 + case["seed"] % 1000
         for each in environment:
             each["GLOO_SOCKET_IFNAME"] = bed.interface
     else:
@@ -245,8 +248,10 @@ def run(case, folder, bed=None):
             each["CROSSREDUCE_HOST"] = host
         if case["store"] == "other":
             store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-            place = store.port
-    found = ranks(case["size"], life, case, place, environment=environment, check=False, begun=watched(case), timeout_s=90)
+            place = "127.0.0.1", store.port
+    found = ranks(
+        case["size"], life, case, place, environment=environment, check=False, begun=watched(case), timeout_s=90
+    )
     del store
     return problems(case, found), found
 

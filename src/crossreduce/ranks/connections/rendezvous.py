@@ -97,7 +97,7 @@ class StoreRendezvous:
             return payloads
 
     def _exchanged(self, payload: bytes) -> list[bytes] | None:  # noqa: ARG002
-        """Return the payloads of all ranks without the store, or ``None`` if this is not possible, or not all come soon."""
+        """Return the payloads of all ranks without the store, or ``None`` if that is not possible."""
         return None
 
     def meet(self) -> None:

@@ -35,7 +35,9 @@ _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process
 _LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
 _MOST_EARLY: Final = 16  # the ranks of a group for which memory is made before it is known that they are on one host
 _SEND_S: Final = 30.0  # how long the memory may take to be sent, if the buffer for this is full
-_SHARE: Final = 0.9  # of the timeout: the wait for memory. Ranks of other hosts wait for this rank, and shall not name it.
+_SHARE: Final = (
+    0.9  # of the timeout: the wait for memory. Ranks of other hosts wait for this rank, and shall not name it.
+)
 _SLICE_S: Final = 0.05  # how often a rank that waits for it checks that the other rank has not ended
 _UNCHECKED: Final = 1 << 20  # bytes that a rank allocates without a check of the available memory, as any program does
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; Linux before 6.3 does not support it
@@ -98,7 +100,7 @@ def bootstrap(
     Raises:
       MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
       ReductionError: this rank cannot allocate memory even for itself alone.
-      CollectiveTimeout: some ranks did not reach the rendezvous in time, or the one that made the memory did not send it.
+      CollectiveTimeout: some ranks did not reach the rendezvous in time, or one did not send the memory.
     """
     if rendezvous.is_near:
         return _bootstrap_near(rendezvous, nbytes, global_ranks or range(rendezvous.size), first, value)
@@ -192,7 +194,9 @@ def _bootstrap_near(
         except OSError as error:
             problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
         ranks = tuple(range(rendezvous.size))
-        found = BootstrapResult((ranks,), ranks, fd, [each.cpus for each in infos], [each.value for each in infos], problem)
+        found = BootstrapResult(
+            (ranks,), ranks, fd, [each.cpus for each in infos], [each.value for each in infos], problem
+        )
         return settled(found, rendezvous, nbytes, numbers) if problem else found
     except BaseException:
         _close(fd)
@@ -200,7 +204,10 @@ def _bootstrap_near(
 
 
 def _opened(name: str, nbytes: int) -> int:
-    """Return a file descriptor of the memory that another rank has made: ``name`` has its place in /proc, and its inode."""
+    """Return a file descriptor of the memory that another rank has made. ``name``: its path below /proc, and its inode.
+
+    Raise an ``OSError`` if it is not there: that rank has ended, or could not make it.
+    """
     path, _, inode = name.partition(" ")
     if not path:
         raise OSError(errno.ENOMEM, "there is none")
