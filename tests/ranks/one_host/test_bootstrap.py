@@ -247,6 +247,20 @@ def test_memory_of_a_rank_that_has_ended(sockets):
         bootstrap._receive_memory(receiver, 4096, 1e6)
 
 
+def test_only_the_memory_that_a_rank_has_made_is_opened():
+    """A rank opens the memory of another one in /proc, but no file that has got the descriptor's number since then."""
+    with os.fdopen(bootstrap._memory(4096)) as memory:
+        path, inode = f"{os.getpid()}/fd/{memory.fileno()}", os.fstat(memory.fileno()).st_ino
+        with os.fdopen(bootstrap._opened(f"{path} {inode}", 4096)) as opened:
+            assert os.path.sameopenfile(memory.fileno(), opened.fileno())
+            assert not os.get_inheritable(opened.fileno())
+        for name, nbytes in ((f"{path} {inode + 1}", 4096), (f"{path} {inode}", 1 << 30), ("", 4096)):
+            before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+            with pytest.raises(OSError, match=r"closed|there is none"):
+                bootstrap._opened(name, nbytes)
+            assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
+
+
 def test_memory_that_its_owner_can_make_smaller_is_not_used(sockets):
     """Memory without a seal is not used: its owner could cut it, and the system would then end this rank's process."""
     sender, receiver, name, _ = sockets

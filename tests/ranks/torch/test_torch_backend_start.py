@@ -36,7 +36,7 @@ from crossreduce.errors import (
     PeerLostError,
     ReductionError,
 )
-from crossreduce.ranks.intra_host import board, bootstrap
+from crossreduce.ranks.intra_host import board, bootstrap, votes
 from crossreduce.ranks.intra_host.board import Board
 from crossreduce.ranks.transports import gloo, tcp
 from crossreduce.torch import rendezvous
@@ -260,10 +260,12 @@ def test_errors_of_subgroups_have_the_numbers_of_the_world(place):
     assert ranks(3, run) == [None, (2,), None]
 
 
-def makes_further_groups(rendezvous, place, missing):
+def makes_further_groups(rendezvous, place, missing, is_near):
     """Make groups of all and of some ranks. On the ranks ``missing``, the memory of the first group gives no values.
-    Return whether this rank has waited at the store."""
+    Return whether this rank has waited at the store. ``is_near``: whether ranks may read each other's memory."""
     begin(rendezvous, place, 60)
+    assert dist.group.WORLD.communicator.memory.reads_peers
+    dist.group.WORLD.communicator.memory.reads_peers = is_near
     asked, run, exchange = [], _SharedStore._run, Board.exchange
     board._PATIENCE_S = 60
     if rendezvous.rank in missing:
@@ -284,11 +286,40 @@ def makes_further_groups(rendezvous, place, missing):
 
 
 @pytest.mark.parametrize("place", ["tcp"], indirect=True)
-@pytest.mark.parametrize("missing", [(), (0,), (1, 2)])
-def test_a_further_group_on_one_host_is_made_in_memory(place, missing):
+@pytest.mark.parametrize(("missing", "is_near"), [((), True), ((), False), ((0,), True), ((1, 2), False)])
+def test_a_further_group_on_one_host_is_made_in_memory(place, missing, is_near):
     """Ranks that share the memory of the default group do not wait at the store to make a further group. If some ranks
     find no values in the memory, only they do."""
-    assert ranks(3, makes_further_groups, place, missing) == [rank in missing for rank in range(3)]
+    found = ranks(3, makes_further_groups, place, missing, is_near)
+    assert found == [rank in missing for rank in range(3)]
+
+
+def lost_in_a_further_group(rendezvous, place, number):
+    """Lose rank 0, by a signal, when it has made the memory of a further group. Return the error's class and ranks."""
+    begin(rendezvous, place, 60)
+    opened = bootstrap._opened
+    if rendezvous.rank == 0:
+        votes.vote = lambda *_: os.kill(os.getpid(), number)
+    elif number == signal.SIGKILL:
+        bootstrap._opened = lambda *arguments: time.sleep(0.5) or opened(*arguments)
+    if rendezvous.rank == 1:
+        return None
+    with pytest.raises(CollectiveTimeout) as caught:
+        dist.new_group([0, 2, 3], timeout=timedelta(seconds=TIMEOUT_S))
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_with_the_memory_of_a_further_group_is_named(place, number):
+    """If the rank that has made the memory of a further group is killed or stopped, all others name it."""
+
+    def end(pids):
+        wait_until(lambda: all(not Path(f"/proc/{pids[rank]}/cmdline").read_bytes() for rank in (2, 3)))  # have ended
+        os.kill(pids[0], signal.SIGKILL)
+
+    found = ranks(4, lost_in_a_further_group, place, number, check=False, begun=end)
+    assert found[2:] == [(0,)] * 2
 
 
 def bad_threads():
