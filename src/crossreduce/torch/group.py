@@ -418,7 +418,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Call a method with the tensors that are wrapped in its arguments. Return the work of all these calls."""
         is_async, parts = getattr(arguments[-1], "asyncOp", True), call_unwrapped(lambda *_: None, arguments)
         agreed = self.queue.run(partial(self._collectives.checks.agree_on_parts, method, len(parts)), [], is_async)
-        if works := call_unwrapped(getattr(self, method), arguments):
+        if works := self.queue.call_after(agreed, call_unwrapped, getattr(self, method), arguments):
             return Works([agreed, *works], results)
         wrapper = next(x for x in tensors_in(arguments) if has_wrapper([x]))
         return self.queue.run(partial(self._collectives.checks.refuse_class, method, wrapper), results, is_async)
