@@ -179,5 +179,6 @@ class Connections {
 
     const bool measures;
     int waiters = 0;
+    std::atomic<bool> shares_cpu{true}; // whether another thread ran on the processor of a waiting one when it yielded last
     const std::thread::id maker = std::this_thread::get_id();
 };

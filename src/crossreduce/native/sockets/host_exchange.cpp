@@ -35,10 +35,7 @@ void HostExchange::begin(const HostMessages &messages, const SharedMemory::Addre
     std::memcpy(digest.data(), &first, sizeof first);
     sent.resize(messages.compared.size());
     received.resize(messages.compared.size());
-    for (size_t k = 0; k < messages.compared.size(); k++) {
-        received[k].resize(DIGEST_NBYTES + static_cast<size_t>(messages.room));
-        start(messages.compared[k], received[k].data(), static_cast<int64_t>(received[k].size()), false);
-    }
+    // These messages begin before the others are expected, so that they arrive earlier.
     for (size_t k = 0; k < messages.compared.size(); k++) {
         const auto is_own = [&](const HostMessages::Part &part) { return part.rank == messages.compared[k]; };
         const auto first = std::find_if(messages.sends.begin(), messages.sends.end(), is_own);
@@ -52,6 +49,10 @@ void HostExchange::begin(const HostMessages &messages, const SharedMemory::Addre
             sent[k].insert(sent[k].end(), at, at + part->nbytes);
         }
         start(messages.compared[k], sent[k].data(), static_cast<int64_t>(sent[k].size()), true, digest);
+    }
+    for (size_t k = 0; k < messages.compared.size(); k++) {
+        received[k].resize(DIGEST_NBYTES + static_cast<size_t>(messages.room));
+        start(messages.compared[k], received[k].data(), static_cast<int64_t>(received[k].size()), false);
     }
 }
 
