@@ -211,7 +211,7 @@ def test_only_the_sender_can_send_to_a_receiver(sockets):
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         with socket.socket(socket.AF_UNIX, kind) as other, pytest.raises(OSError, match=r"refused|wrong type"):
             other.connect(name)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="did not come"):
         bootstrap._receive_memory(receiver, 0, 0.05)
     fd = bootstrap._memory(4096)
     bootstrap._send(sender, fd, [name])

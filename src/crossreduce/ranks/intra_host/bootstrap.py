@@ -390,7 +390,7 @@ def _receive_memory(receiver: socket.socket, nbytes: int, limit_s: float) -> int
         if has_ended:
             raise ConnectionResetError("that rank has ended")
         if time.monotonic() > until:
-            raise TimeoutError
+            raise TimeoutError("the memory did not come")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:  # what was sent before the end is still read
             has_ended = other.connect_ex(receiver.getpeername()) != 0
     data_of = {kind: data for _, kind, data in parts}
