@@ -199,7 +199,7 @@ def _write_drawn(
         if suffix == PAGE_SUFFIX and target is not None:
             if other is not None:
                 beside = beside._replace(plan=other.plan(granularity=granularity))
-            with progress("exploring", stages(plan, beside)) as advance:
+            with progress("exploring", stages(plan, beside), lines=True) as advance:
                 target.write_text(report_html(plan, advance, beside), "utf-8", newline="\n")
         else:
             draw("draw_schedule", target, plan.schedule, plan.topology)

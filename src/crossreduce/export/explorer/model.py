@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 from ...devices import parse
 from ...errors import PlanError
 from ...planning import Plan
-from ...planning.explain import duration, heaviest_cuts, limited_by, percent, size
+from ...planning.explain import duration, percent, size
+from ...planning.optimal.bounds.tight_cuts import heaviest_cuts, limited_by
 from ...planning.plans import plan_request
 from ...planning.requests import busbw_factor
 from ...planning.schedules import CHOICES, REGISTRY
@@ -225,13 +226,15 @@ def _groups(plan: Plan, link_number: Numbers) -> list[dict[str, Any]]:
 
 
 def _cuts(plan: Plan, number: dict[str, int], link_number: Numbers) -> list[dict[str, Any]]:
-    """Return the tight cuts, each with the devices on the smaller side and the links that cross the cut."""
-    links_of_cut: dict[tuple[str, ...], set[int]] = {}
-    for devices, _, links in heaviest_cuts(plan.bound):
-        links_of_cut.setdefault(devices, set()).update(link_number[link.src, link.dst] for link in links)
+    """Return the tight cuts, each with the nodes on the side that has the links, and the links that cross the cut."""
+    found: dict[tuple[str, ...], tuple[set[int], set[int]]] = {}
+    for cut in heaviest_cuts(plan.bound):
+        nodes, links = found.setdefault(cut.devices, (set(), set()))
+        nodes.update(number[node] for node in cut.nodes)
+        links.update(link_number[link.src, link.dst] for link in cut.links)
     return [
-        {"name": _cut_name(devices), "nodes": [number[device] for device in devices], "links": sorted(crossing)}
-        for devices, crossing in links_of_cut.items()
+        {"name": _cut_name(devices), "nodes": sorted(nodes), "links": sorted(links)}
+        for devices, (nodes, links) in found.items()
     ]
 
 
