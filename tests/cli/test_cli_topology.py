@@ -120,7 +120,7 @@ def test_the_selection_is_that_of_the_library(printed, line):
         limit = cr.bound(topology, collective)
         rate = None if limit.algbw is None else {"exact": str(limit.algbw), "gb_per_s": float(limit.algbw)}
         assert (entry["error"], entry["algbw"]) == (None, rate)
-        assert set(entry["tight_cut"]) == heaviest_cuts(limit)[0].nodes
+        assert set(entry["tight_cut"]) == next((cut.nodes for cut in heaviest_cuts(limit)), set())
         assert entry["limited_by"] == (limited_by(limit) if rate else "nothing has to move")
 
 

@@ -108,7 +108,7 @@ def model(plan: Plan, beside: Beside, lost: tuple[Loss, ...], detail: Detail, ad
         "other": second,
         "parts": detail.parts,
         "plans": plans,
-        "losses": _losses(loss_rows, lost, plan, node_number),
+        "losses": _losses(loss_rows, lost, plan, node_number, kinds(plan, where)[1] if lost else 0),
         "sizes": _sizes(plan, advance) if has_data else None,
         "measured": _measured(plan, beside.measured, advance) if has_data else [],
     }
@@ -141,13 +141,13 @@ def _map(plan: Plan, where: Map) -> dict[str, Any]:
     }
 
 
-_FACTS: Final = ("plan", "predicted", "bound", "limited by", "assumed", "helpers", "busiest")
+_FACTS: Final = ("plan", "predicted", "bound", "limited by", "assumed", "changed", "helpers", "busiest")
 
 
 def stages(plan: Plan, beside: Beside = Beside()) -> int:  # noqa: B008 - it is a frozen value
     """Return the number of stages of ``losses`` and ``model``."""
     count = 2 + len(plan.comparisons) + len(_sizes_of(plan)) + len(_measured_sizes(plan, beside.measured))
-    return count + len(kinds(plan, places(plan.topology))) + (beside.plan is not None)
+    return count + len(kinds(plan, places(plan.topology))[0]) + (beside.plan is not None)
 
 
 def _sizes_of(plan: Plan) -> tuple[int, ...]:
@@ -299,9 +299,12 @@ def _loss(loss: Loss, plan: Plan, number: dict[str, int]) -> dict[str, Any]:
 
 
 def _losses(
-    rows: list[dict[str, Any]], lost: tuple[Loss, ...], plan: Plan, number: dict[str, int]
+    rows: list[dict[str, Any]], lost: tuple[Loss, ...], plan: Plan, number: dict[str, int], more: int
 ) -> dict[str, Any] | None:
-    """Return the table of losses, and for each link and each network card the part with which it fails."""
+    """Return the table of losses, and for each link and each network card the part with which it fails.
+
+    ``more`` is the number of kinds of parts that are not planned.
+    """
     if not rows or plan.rate is None:
         return None
     of_links: dict[int, list[Any]] = {}  # by link: the row, and the name, the links and the node of the part
@@ -316,6 +319,7 @@ def _losses(
                     of_links[link] = [k, part.name, part.links, card]
     return {
         "rows": rows,
+        "more": more,
         "links": [of_links.get(k) for k in range(len(plan.topology.links))],
         "cards": of_cards,
         "all": [plan.algorithm, duration(plan.seconds), f"{float(plan.rate):.2f}", percent(plan.ratio)],

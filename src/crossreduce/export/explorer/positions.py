@@ -108,20 +108,18 @@ def _around_nodes(links: list[Link], positions: dict[str, Place], bent: Curves, 
         others = [place for node, place in places_.items() if node not in link[:2]]
         a, b = places_[link.src], places_[link.dst]
         # The straight line first, and then curves on both sides, farther and farther away.
-        tried = [0.0, *(size * k * side for k in range(1, 7) for side in (1, -1))]
-        bend = next((bend for bend in tried if _is_clear(a, b, bend, others, size * 0.6)), 0.0)
+        tried = [0.0, *(size * k / 2 * side for k in range(1, 11) for side in (1, -1))]
+        bend = max(tried, key=lambda bend: min(_distance(a, b, bend, others), size * 0.6))
         if bend:  # both directions have one curve
             bends[link.src, link.dst] = -bends.get((link.dst, link.src), -bend)
     return bends
 
 
-def _is_clear(a: complex, b: complex, bend: float, others: list[complex], distance: float) -> bool:
-    """Return whether all nodes are at a distance from a quadratic curve between two places. ``bend``: see ``Map``."""
-    if a == b:
-        return True
+def _distance(a: complex, b: complex, bend: float, others: list[complex]) -> float:
+    """Return the distance of the nearest node from a quadratic curve between two places. ``bend``: see ``Map``."""
     top = (a + b) / 2 - 1j * (b - a) / abs(b - a) * bend
     points = ((1 - t) ** 2 * a + 2 * t * (1 - t) * top + t * t * b for t in (k / 24 for k in range(25)))
-    return all(abs(point - other) >= distance for point in points for other in others)
+    return min((abs(point - other) for point in points for other in others), default=math.inf)
 
 
 def _label(node: str, *, short: bool) -> str:

@@ -32,7 +32,7 @@ class TightCut(NamedTuple):
 
 
 def heaviest_cuts(limit: Bound) -> list[TightCut]:
-    """Return the cuts with the greatest weight in a bound.
+    """Return the cuts with the greatest weight in a bound, those of the least bandwidth first.
 
     >>> from crossreduce.planning import bound
     >>> from crossreduce import Topology
@@ -41,7 +41,8 @@ def heaviest_cuts(limit: Bound) -> list[TightCut]:
     """
     network = _network(limit.topology)
     heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
-    return [_described(limit, cut, network) for cut in limit.cuts if cut.weight == heaviest]
+    found = [_described(limit, cut, network) for cut in limit.cuts if cut.weight == heaviest]
+    return sorted(found, key=lambda cut: _bandwidth(cut.links))
 
 
 def _network(topology: Topology) -> dict[str, list[Link]]:
