@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -24,7 +25,8 @@ from crossreduce.errors import ArgumentError
 from crossreduce.export.explorer import Beside, report_html, stages
 from crossreduce.export.explorer import model as models
 from crossreduce.export.explorer import page as pages
-from crossreduce.export.explorer.link_groups import link_groups
+from crossreduce.export.explorer.link_groups import CableOrCard, link_groups
+from crossreduce.export.explorer.losses import Loss, faster_plan
 from crossreduce.export.explorer.positions import places
 from crossreduce.export.explorer.trees import groups
 from crossreduce.planning.explain import duration, percent
@@ -247,6 +249,19 @@ def test_each_loss_is_planned(plan):
         entry = shown["plans"][row["plan"]]
         assert (entry["lost"], entry["duration"]) == (row["links"], row["duration"])
         assert not set(map(str, row["links"])) & set(entry["links"])
+
+
+def test_a_faster_plan_without_a_part_is_taken():
+    """If the plan without a cable is faster, the page has this plan for the complete topology, and says so."""
+    topology = Topology.ring(4, gb_per_s=25)
+    fast = cr.plan(topology, nbytes="64M")
+    slow = replace(fast, schedule=cr.plan(topology, nbytes="64M", algorithm="one_device").schedule, seconds=1.0)
+    lost = (Loss((CableOrCard("cpu:0 - cpu:1", (0, 1), ("cpu:0", "cpu:1")),), is_half=False, plan=fast),)
+    found = faster_plan(slow, lost)
+    assert (found.schedule, found.seconds, found.request) == (fast.schedule, fast.seconds, slow.request)
+    assert "changed   the plan that was made without cpu:0 - cpu:1 is faster" in found.explain()
+    assert faster_plan(slow, (lost[0]._replace(is_half=True),)) is slow
+    assert faster_plan(fast, (lost[0]._replace(plan=slow),)) is fast
 
 
 def test_a_part_that_the_plan_needs_keeps_half_of_its_bandwidth():
