@@ -21,8 +21,8 @@ from ...topology.automorphisms import symmetry_of
 from .link_groups import CableOrCard, parts_of
 from .positions import Map
 
-# With at most this number of devices, at most this number of kinds is planned: those whose links are busiest. The second
-# number is for topologies with little symmetry. A plan takes 0.3 s of CPU time on 8 devices, 1 s on 16, 5 s on 32
+# With at most this number of devices, at most this number of kinds is planned: the busiest ones. The second number
+# is for topologies with little symmetry. A plan takes 0.3 s of CPU time on 8 devices, 1 s on 16, 5 s on 32
 # without symmetry, 1.5 s on a torus of 64, and 0.4 s on the 72 of a rack. With more devices none is planned, since a
 # topology that has lost its symmetry can take minutes.
 _MOST: Final = ((8, 40, 40), (16, 20, 20), (32, 8, 4), (128, 4, 2))
