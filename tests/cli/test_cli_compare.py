@@ -8,6 +8,12 @@ from nccl_reports import report
 import crossreduce as cr
 from crossreduce.planning.explain import duration
 
+TOPO_M = """\
+\tGPU0\tGPU1\tCPU Affinity
+GPU0\t X \tNV4\t0-7
+GPU1\tNV4\t X \t0-7
+"""
+
 
 def rows(printed, *line):
     """Return the rows of a comparison by their names, from its JSON."""
@@ -34,6 +40,28 @@ def test_two_machines(printed):
     text = printed("compare", "dgx-1v", "hgx-h100")
     assert "A: dgx-1v" in text
     assert duration(cr.plan("hgx-h100").seconds) in text
+
+
+def test_a_machine_and_a_table_on_two_hosts(printed, crossreduce, tmp_path, monkeypatch):
+    """--hosts and --nics are for both a machine and a table of GPUs; a machine keeps its own network cards. A file that
+    states its links states its hosts, too, which a note says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "box.txt").write_text(TOPO_M)
+    table = cr.Topology.load("box.txt", hosts=2, nics="2x200")
+    (tmp_path / "box.json").write_text(table.to_json())
+    machine = cr.Topology.machine("dgx-a100", 2)
+    for line in (["dgx-a100", "box.txt"], ["box.txt", "dgx-a100"]):
+        pair = [table if name == "box.txt" else machine for name in line]
+        _, found = rows(printed, *line, "--hosts", 2, "--nics", "2x200", "--nbytes", "1M")
+        assert found["hosts"] == (2, 2, 1)
+        assert found["links"][:2] == tuple(len(topology.links) for topology in pair)
+        assert found["bound of reduce, GB/s"][:2] == tuple(float(cr.bound(each, "reduce").algbw) for each in pair)
+    code, out, error = crossreduce("compare", "dgx-a100", "box.txt", "--hosts", 2)
+    assert (code, out) == (2, "")
+    assert "--nics 8x400" in error
+    code, out, error = crossreduce("compare", "dgx-a100", "box.json", "--hosts", 2, "--nbytes", "1M", "--json")
+    assert (code, error) == (0, "crossreduce: --hosts has no effect: box.json states its hosts itself\n")
+    assert json.loads(out)["rows"][1] == {"what": "hosts", "a": 2, "b": 2, "ratio": 1}
 
 
 def test_two_plans(printed, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 from command_line import STREAMS, forked_command
 
+from crossreduce.cli.support import output
 from crossreduce.planning.plans import plan_request
 from crossreduce.planning.schedules import candidates, fastest_schedule
 from crossreduce.progress import report, steps, watched
@@ -71,11 +72,25 @@ def test_bundles_show_their_sizes_and_files(tmp_path):
     assert code == 0, shown
     assert f"proving 0/{count}" in flat(shown)
     assert f"{count} files are right" in out
-    file = sorted((tmp_path / "made" / "msccl").iterdir())[0]
-    file.write_text(file.read_text().replace('minBytes="0"', 'minBytes="64"'))
+    names = [entry["file"] for entry in json.loads((tmp_path / "made" / "ranks.json").read_text())["files"]]
+    last = tmp_path / "made" / names[-1]
+    last.write_text(re.sub('minBytes="[0-9]+"', 'minBytes="64"', last.read_text()))
     code, out, shown = with_bars("verify", tmp_path / "made")
-    assert (code, out) == (1, "")
-    assert shown.rstrip().endswith(f"{file} is wrong: its least_bytes is 64, unlike in ranks.json")
+    assert (code, [line.partition(":")[0] for line in out.splitlines() if line[0] != " "]) == (1, names[:-1])
+    assert shown.rstrip().endswith(f"{last} is wrong: its least_bytes is 64, unlike in ranks.json")
+
+
+def test_long_work_prints_lines_without_a_terminal(monkeypatch, capsys):
+    """If asked for, a step prints a line on standard error where no bar is drawn, at most every LINE_S seconds."""
+    for wait, due in ((0.0, ["crossreduce: 1 of 2: second", "crossreduce: 2 of 2: end"]), (1e9, [])):
+        monkeypatch.setattr(output, "LINE_S", wait)
+        with output.progress("first", 2, lines=True) as advance:
+            advance("second")
+            advance("end")
+        with output.progress("first", 2) as advance:
+            advance("without lines")
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.splitlines()) == ("", due)
 
 
 def test_a_table_on_the_same_terminal_is_complete():

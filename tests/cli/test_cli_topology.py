@@ -9,10 +9,11 @@ import pytest
 from command_line import expanded, plan_shown
 
 import crossreduce as cr
+from crossreduce.cli.support.arguments import read_link
 from crossreduce.cli.support.output import atomic_file
 from crossreduce.export.files import real_path
 from crossreduce.planning import COLLECTIVES
-from crossreduce.planning.explain import limited_by
+from crossreduce.planning.optimal.bounds.tight_cuts import heaviest_cuts, limited_by
 from crossreduce.topology.discover import discover
 from crossreduce.topology.machines import machine_names
 
@@ -96,6 +97,7 @@ SELECTED = {
     "mi300x --speeds effective": cr.Topology.machine("mi300x", speeds="effective"),
     "dgx-1v --devices 4,cuda:0,GPU:1": DGX.subset([4, 0, 1]),
     "dgx-1v --devices 2,1,0 --without-link 0-1 --without-link cuda:7,4": DGX.without_link(0, 1).subset([2, 1, 0]),
+    "dgx-1v --without-link cuda:0-cuda:1 --without-link 2,cuda:3": DGX.without_link(0, 1).without_link(2, 3),
     "pcie-8 --without-link 0-8": cr.Topology.machine("pcie-8").without_link("cuda:0", "plx0"),
     "this": cr.Topology.discover(),
 }
@@ -118,8 +120,25 @@ def test_the_selection_is_that_of_the_library(printed, line):
         limit = cr.bound(topology, collective)
         rate = None if limit.algbw is None else {"exact": str(limit.algbw), "gb_per_s": float(limit.algbw)}
         assert (entry["error"], entry["algbw"]) == (None, rate)
-        assert set(entry["tight_cut"]) == limit.tight_cut
+        assert set(entry["tight_cut"]) == next((cut.nodes for cut in heaviest_cuts(limit)), set())
         assert entry["limited_by"] == (limited_by(limit) if rate else "nothing has to move")
+
+
+def test_ends_of_a_link_may_be_joined_by_a_hyphen():
+    """A hyphen separates numbers and names, also names with hyphens, unless several pairs of nodes are possible."""
+    ends = [(name, "rack-1", 10) for name in ("cpu:0", "cpu:1")] + [("rack-1", "rack", 10), ("rack", "1x", 10)]
+    box = cr.Topology(
+        ["cpu:0", "cpu:1"], [pair for a, b, w in ends for pair in ((a, b, w), (b, a, w))], ["rack-1", "rack", "1x"]
+    )
+    for text in ("cpu:0-rack-1", "cpu:0,rack-1", "0-rack-1", "0,2"):
+        assert read_link("--without-link", text, box) == ("cpu:0", "rack-1")
+    for text in ("cpu:0", "rack-rack-1-1", "0-1-2", "0,1,2"):
+        with pytest.raises(
+            cr.ArgumentError, match="must be two numbers such as 0-3, or two names such as cuda:0,cuda:3"
+        ):
+            read_link("--without-link", text, box)
+    with pytest.raises(cr.ArgumentError, match='"rail9" is not one of'):
+        read_link("--without-link", "cpu:0-rail9", box)
 
 
 def test_a_part_of_a_machine_is_shown(printed):

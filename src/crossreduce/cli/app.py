@@ -105,7 +105,7 @@ _METAVARS: Final = {
     "PEERS": "peers",
     "RANK": "root rank",
     "W,W": "weights",
-    "A-B": "without_link",
+    "A,B": "without_link",
     "X": "between_cpus granularity interval operation_us",
     "N": "average batch_size check copies epochs hosts iters num_packs packs pcie per_iter_report seed stepfactor "
     "warmup_iters",

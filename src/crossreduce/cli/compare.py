@@ -23,10 +23,10 @@ from ..planning.explain import duration, percent, size
 from ..planning.optimal.bounds import COLLECTIVES
 from ..topology.measurements import LARGEST, read_times
 from ..topology.topology_like import is_path
-from .support.arguments import one_of, read_machine, read_nbytes, say_unused
+from .support.arguments import one_of, read_beside, read_nbytes, say_unused
 from .support.output import progress, terminal
 from .support.plans import NBYTES
-from .support.topologies import MACHINE, Hosts, Json
+from .support.topologies import MACHINE, Hosts, Json, Nics
 
 _WHAT: Final = f"{MACHINE}; a file of crossreduce plan --json; or a report of nccl-tests or crossreduce bench"
 _KINDS: Final = {"machine": "a machine", "plan": "a plan", "results": "measured results"}
@@ -52,6 +52,7 @@ def compare(
     a: Annotated[str, Argument(metavar="A", help=f"{_WHAT}.")],
     b: Annotated[str, Argument(metavar="B", help="The same kind as A.")],
     hosts: Hosts = 1,
+    nics: Nics = None,
     collective: Annotated[str | None, Option(help="Of machines: the planned collective. Default: all_reduce.")] = None,
     nbytes: Annotated[str | None, Option(help=f"Of machines: the bytes of the plan. Default: {NBYTES}.")] = None,
     json: Json = False,
@@ -70,14 +71,14 @@ def compare(
     if kind == "machine":
         with progress(a, 2) as advance:
             facts = []
-            for name in (a, b):
-                if hosts > 1 and is_path(name):
-                    say_unused("--hosts", f"{name} is a file, of which one host is compared")
-                facts.append(_machine_facts(read_machine(name, 1 if is_path(name) else hosts), planned, planned_bytes))
+            for name, other_name in ((a, b), (b, a)):
+                topology = read_beside(name, hosts, nics, other_name)
+                facts.append(_machine_facts(topology, planned, planned_bytes))
                 advance(b)
         rows = [ComparedRow(what, x, facts[1][what][0], show, measure) for what, (x, show, measure) in facts[0].items()]
     else:
-        given = {"--hosts": hosts != 1, "--collective": collective is not None, "--nbytes": nbytes is not None}
+        given = {"--hosts": hosts != 1, "--nics": nics is not None}
+        given |= {"--collective": collective is not None, "--nbytes": nbytes is not None}
         for option, is_given in given.items():
             if is_given:
                 say_unused(option, f"A and B are {_KINDS[kind].removeprefix('a ')}{'s' * (kind == 'plan')}")

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from .. import Costs, Plan
 from ..errors import ArgumentError
 from ..export import EXPORTERS, Exporter, format_of
-from ..export.explorer import Beside, report_html, stages
+from ..export.explorer import Beside, report_html, stages, with_losses
 from ..export.exportable import check_exportable
 from ..export.fitting import Fitting, fitting
 from ..export.formats.nccl_graph import PATHS
@@ -195,15 +195,15 @@ def _write_drawn(
         with progress("planning", 2) as advance:
             plan = request.plan(granularity=granularity)
             advance("comparing")
-            text = _report(request, plan, {}, {}, as_json=as_json)
         if suffix == PAGE_SUFFIX and target is not None:
             if other is not None:
                 beside = beside._replace(plan=other.plan(granularity=granularity))
-            with progress("exploring", stages(plan, beside)) as advance:
-                target.write_text(report_html(plan, advance, beside), "utf-8", newline="\n")
+            with progress("exploring", stages(plan, beside), lines=True) as advance:
+                plan, lost = with_losses(plan, advance)
+                target.write_text(report_html(plan, advance, beside, lost), "utf-8", newline="\n")
         else:
             draw("draw_schedule", target, plan.schedule, plan.topology)
-    return text
+        return _report(request, plan, {}, {}, as_json=as_json)
 
 
 def _write_file(

@@ -148,13 +148,17 @@ def _print_tables(title: str, report: dict[str, Any], complete: Topology, topolo
         about.add_row("switches", f"{len(topology.switches)}: {names}")
     if reducing:
         about.add_row("combining", f"{len(reducing)}: {group_names(reducing)}")
-    about.add_row("links", str(len(topology.links)))
+    cables = len({frozenset(link[:2]) for link in topology.links})
+    both = f": {cables} cables, a link for each direction" if 2 * cables == len(topology.links) > 0 else ""
+    about.add_row("links", f"{len(topology.links)}{both}")
     for what, texts in (("note", report["notes"]), ("assumed", report["assumed"])):
         for text in texts:
             about.add_row(what, text)
     about.add_row("hosts", f"{len(report['hosts'])}{': ' if named else ''}{group_names(named)}")
     islands = topology.islands
-    about.add_row("islands", "1" if len(islands) == 1 else f"{len(islands)}: {', '.join(map(group_names, islands))}")
+    fastest = "devices that the fastest links join"
+    listed = f"{fastest}: {', '.join(map(group_names, islands))}" if len(islands) > 1 else "the fastest links join all"
+    about.add_row("islands", f"{len(islands)}{': ' if len(islands) > 1 else ', '}{listed}")
     console.print(about)
     console.print()
     numbers = {node: str(number) for number, node in enumerate(complete.nodes)}

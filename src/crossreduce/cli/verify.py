@@ -20,7 +20,7 @@ from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
 from ..planning.granularity import sizes_that_fit
 from ..topology.formats.json_format import why_not
-from .support.output import Bar, progress
+from .support.output import Bar, print_lines, progress
 
 MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
 
@@ -46,7 +46,8 @@ def verify(
     """
     try:
         if file.is_dir():
-            proof_text = _prove_groups(file) if (file / "groups.json").exists() else _prove_bundle(file)
+            prove_folder = _prove_groups if (file / "groups.json").exists() else _prove_bundle
+            proof_text = prove_folder(file, _Proved(shown=not json))
         else:
             with progress("reading", 2) as advance:
                 proof_text = _prove_file(file, lambda: advance("proving"))
@@ -60,11 +61,10 @@ def verify(
         if json:
             print(json_module.dumps({"file": str(file), "right": None, "proved": error.proved, "fault": str(error)}))
         else:
-            print("\n".join(error.proved), end="\n" * bool(error.proved))
             print(f"crossreduce: {error}", file=sys.stderr)
         raise Exit(2) from None
     facts = {"file": str(file), "right": True, "proved": proof_text.splitlines()}
-    print(json_module.dumps(facts, indent=2) if json else proof_text)
+    print(json_module.dumps(facts, indent=2) if json else proof_text.splitlines()[-1] if file.is_dir() else proof_text)
 
 
 class _WrongFileError(Exception):
@@ -77,6 +77,20 @@ class _UnprovenError(Exception):
     def __init__(self, problem: str, proved: Sequence[str] = ()) -> None:
         super().__init__(problem)
         self.proved = [*proved]
+
+
+class _Proved:
+    """What was proved of the files of a folder. With ``shown``, each text is printed at once."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self.texts: list[str] = []
+
+    def add(self, name: str, text: str, bar: Bar) -> None:
+        self.texts.append(f"{name}: {text}")
+        if self._shown:
+            with bar.hide():
+                print_lines(self.texts[-1:])
 
 
 def _prove_file(file: Path, on_read: Callable[[], None]) -> str:
@@ -102,7 +116,7 @@ def _prove_file(file: Path, on_read: Callable[[], None]) -> str:
         raise _WrongFileError(f"{file} is wrong: {error}") from error
 
 
-def _prove_bundle(folder: Path) -> str:
+def _prove_bundle(folder: Path, proved: _Proved) -> str:
     """Prove all files of a bundle, and return what was proved.
 
     Raises:
@@ -117,56 +131,57 @@ def _prove_bundle(folder: Path) -> str:
         if f"{path.parent.name}/{path.name}" not in listed:
             problem = f"{path.parent.name}/{path.name} is not listed in ranks.json, but runtimes would read it"
             raise ArgumentError(f"{folder}: {problem}.")
-    with progress("proving", len(listed)) as advance:
-        texts, unproven = _prove_files(folder, about, advance)
+    with progress("proving", len(listed), lines=True) as advance:
+        unproven = _prove_files(folder, about, proved, advance)
+    texts = proved.texts
     if unproven:
         text = f"{folder}: {len(texts)} of {len(listed)} files are right; {len(unproven)} too large to be verified.\n"
         raise _UnprovenError(text + "\n".join(unproven), texts)
     return "\n".join([*texts, f"{folder}: {len(listed)} files are right, each for its own sizes."])
 
 
-def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> tuple[list[str], list[str]]:
-    """Prove each file that ``about``, the content of ranks.json, lists.
-
-    Returns:
-      A text for each file that was proved, and one for each that is too large.
-    """
+def _prove_files(folder: Path, about: dict[str, Any], proved: _Proved, advance: Bar) -> list[str]:
+    """Prove each file that ``about``, the content of ranks.json, lists. Return a text for each that is too large."""
     from ..export.bundle import SUFFIXES
 
-    texts, unproven = [], []
+    unproven = []
     least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no earlier file covers
     for entry in about["files"]:
         name, path = entry["format"], folder / entry["file"]
         advance.detail(entry["file"], 0, 1)
+        text = ""
         try:
-            texts.append(f"{entry['file']}: {_prove_file(path, lambda: None)}")
+            text = _prove_file(path, lambda: None)
         except _UnprovenError as error:
             unproven.append(str(error))
         facts = _facts(name, path)
         _compare(path, facts, entry | {"collective": about["collective"], "ranks": len(about["ranks"])}, "ranks.json")
         if entry["least_bytes"] < least_size[name]:
             raise _WrongFileError(f"{path} is wrong: an earlier file is for some of its sizes")
+        if text:
+            proved.add(entry["file"], text, advance)
         least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64  # 0 means: no largest size
         advance("proving")
-    return texts, unproven
+    return unproven
 
 
-def _prove_groups(folder: Path) -> str:
+def _prove_groups(folder: Path, proved: _Proved) -> str:
     """Prove the files of all groups: see ``_prove_bundle``."""
     from ..export.groups import FORMAT
 
     about = _read_list(folder / "groups.json", FORMAT, _check_groups_list)
-    entries, texts = [entry for entry in about["groups"] if "file" in entry], []
-    with progress("proving", len(entries)) as advance:
+    entries = [entry for entry in about["groups"] if "file" in entry]
+    with progress("proving", len(entries), lines=True) as advance:
         for entry in entries:
             path = folder / entry["file"]
-            texts.append(f"{entry['file']}: {_prove_file(path, lambda: None)}")
+            text = _prove_file(path, lambda: None)
             facts = _facts("mscclpp", path)
             expected = entry | {"ranks": len(entry["ranks"])}
             stated = {what: facts[what] for what in ("collective", "ranks", "bytes_multiple_of")}
             _compare(path, stated, expected, "groups.json")
+            proved.add(entry["file"], text, advance)
             advance("proving")
-    return "\n".join([*texts, f"{folder}: the files of {len(entries)} groups are right."])
+    return "\n".join([*proved.texts, f"{folder}: the files of {len(entries)} groups are right."])
 
 
 def _facts(name: str, path: Path) -> dict[str, Any]:

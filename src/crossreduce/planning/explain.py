@@ -1,4 +1,4 @@
-"""Plans as text: their trees, the links that limit their rate, and their bytes, seconds and percentages."""
+"""Plans as text: their trees, bytes, seconds and percentages. The links that limit a rate: ``bounds/tight_cuts.py``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from ..devices import parse
 from ..schedule import Costs, GeneratedSchedule, Schedule
 from ..schedule.costs import OPERATION_S
 from ..schedule.schedule import many
-from ..topology import Link
-from .optimal.bounds.certificate import Bound, Cut
+from .optimal.bounds.certificate import Bound
+from .optimal.bounds.tight_cuts import devices_text
 
 _MOST_LINES: Final = 16  # of trees
-_MOST_NAMES: Final = 8
 _MOST_ALIKE: Final = 4  # trees of one shape and share; if there are more, one of them is shown
 _LEAST_FOLDED: Final = 3  # stars or paths that are described together
-_MOST_LETTERS: Final = 160  # of a tree, unless a width is given
 LEAST_WIDTH: Final = 60
 _LEAST_BUSY: Final = 0.01  # resources that are busy for a smaller part of the time are not mentioned
 
@@ -159,7 +157,7 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
 
     Args:
       outward: whether data flow from the roots, as in a broadcast.
-      width: the longest line; ``None``: 9 + 160.
+      width: the longest line, to which trees are cut; ``None``: they are not cut.
 
     >>> from crossreduce.planning import ring
     >>> tree_lines(shape(ring(["cpu:0", "cpu:1", "cpu:2"])))
@@ -171,10 +169,10 @@ def tree_lines(plan_shape: Shape, outward: bool = False, width: int | None = Non
         shares[tree] = shares.get(tree, Fraction(0)) + share
     trees = [(share, root, dict(edges)) for (root, edges), share in shares.items()]
     texts = folded(trees, outward)
-    most = _MOST_LETTERS if width is None else max(width, LEAST_WIDTH) - 9
     lines = []
     for text, others, same in texts[:_MOST_LINES]:
-        cut = text if len(text) <= most - len(others) else text[: most - len(others) - 4] + " ..."
+        most = len(text) if width is None else max(width, LEAST_WIDTH) - 9 - len(others)
+        cut = text if len(text) <= most else text[: most - 4] + " ..."
         lines.append(f"{trees[same[0]][0]!s:>8s} {cut}{others}")
     more = sum(len(same) for *_, same in texts[_MOST_LINES:])
     return [*lines, f"         and {more} more"] if more else lines
@@ -226,7 +224,7 @@ def _text_of_kind(kind: object, roots: list[str], outward: bool) -> str:
     name, nodes = kind
     if name == "tree":
         return ""
-    where = "on each device" if len(roots) == len(nodes) else f"on each of {_devices_text(tuple(roots))}"
+    where = "on each device" if len(roots) == len(nodes) else f"on each of {devices_text(tuple(roots))}"
     if name == "star":
         return f"{where}, {'to' if outward else 'from'} all others"
     return f"{where}, along the ring {' -> '.join([*nodes, nodes[0]])}"
@@ -272,35 +270,6 @@ def counted(costs: Costs, devices: Sequence[str]) -> str:
     return "; ".join(texts)
 
 
-def limited_by(limit: Bound) -> str:
-    """Return a text about the links that limit a bound: links with prices, or those of the heaviest cuts.
-
-    >>> from crossreduce.planning import bound
-    >>> from crossreduce import Topology
-    >>> star = Topology.star(4, 450)
-    >>> limited_by(bound(star, "broadcast", "cpu:1")), limited_by(bound(star, "all_reduce"))
-    ('the link into cpu:0 (450 GB/s)', "every device's own links: 450 GB/s by 1 link in and out")
-    """
-    if limit.prices:
-        widths = {(link.src, link.dst): link.bandwidth for link in limit.topology.links}
-        src, dst, _ = max(limit.prices, key=lambda priced: priced[2] * widths[priced[:2]])
-        more = len(limit.prices) - 1
-        others = f" and {more} more" if more else ""
-        together = f"{many(more + 1, 'link')} together, not by cuts"
-        return f"{together}: {src} -> {dst} ({_number(widths[src, dst])} GB/s){others}"
-    sides: dict[tuple[str, ...], dict[str, tuple[int, Fraction]]] = {}  # devices -> direction -> (links, their GB/s)
-    for devices, direction, links in heaviest_cuts(limit):
-        sides.setdefault(devices, {})[direction] = len(links), sum((link.bandwidth for link in links), Fraction(0))
-    if len(sides) == len(limit.devices) > 1 and all(len(devices) == 1 for devices in sides):
-        kinds = dict.fromkeys((links, len(side)) for side in sides.values() for links in side.values())
-        ways = {1: "one way", 2: "in and out"}
-        words = [f"{_number(width)} GB/s by {many(n, 'link')} {ways[count]}" for (n, width), count in kinds]
-        return f"every device's own links: {'; '.join(words)}"
-    texts = [_side_text(limit, devices, links) for devices, links in sides.items()]
-    more = len(texts) - 2
-    return " and ".join(texts[:2]) + (f", with {more} more such cut{'s' * (more > 1)}" if more > 0 else "")
-
-
 def crossings(schedule: Schedule) -> str:
     """Return a text about the transfers between hosts, or "" if there is one host, or if steps are generated.
 
@@ -331,7 +300,7 @@ def helped_by(helpers: tuple[str, ...], rate: Fraction, least: Bound | None) -> 
     gain = "without them some devices cannot be reached"
     if least is not None and least.algbw:
         gain = f"{float(rate / least.algbw):.2f} x the bound without them, {float(least.algbw):.2f} GB/s"
-    return f"{_devices_text(helpers)} forward and combine; {gain}"
+    return f"{devices_text(helpers)} forward and combine; {gain}"
 
 
 def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
@@ -348,54 +317,6 @@ def busiest_text(limits: tuple[tuple[str, float], ...]) -> str:
     listed = [(name, percent(Fraction(part))) for name, part in kinds.values() if part >= _LEAST_BUSY]
     texts = [f"{name}, {part}{' of the time' if k == 0 else ''}" for k, (name, part) in enumerate(listed)]
     return "; ".join(texts)
-
-
-def heaviest_cuts(limit: Bound) -> list[tuple[tuple[str, ...], str, tuple[Link, ...]]]:
-    """Return the cuts with the greatest weight in a bound, each as (devices on the smaller side, direction, links).
-
-    >>> from crossreduce.planning import bound
-    >>> from crossreduce import Topology
-    >>> [(here, direction) for here, direction, _ in heaviest_cuts(bound(Topology.star(4), "broadcast", "cpu:1"))]
-    [(('cpu:0',), 'into')]
-    """
-    heaviest = max((cut.weight for cut in limit.cuts), default=Fraction(0))
-    return [_smaller_side(limit, cut) for cut in limit.cuts if cut.weight == heaviest]
-
-
-def _smaller_side(limit: Bound, cut: Cut) -> tuple[tuple[str, ...], str, tuple[Link, ...]]:
-    """Return the entry of a cut in ``heaviest_cuts``; its direction is "into" or "out of" the smaller side."""
-    inside = tuple(device for device in limit.devices if device in cut.nodes)
-    outside = tuple(device for device in limit.devices if device not in cut.nodes)
-    crossing = [link for link in limit.topology.links if (link.src in cut.nodes) != (link.dst in cut.nodes)]
-    links = tuple(link for link in crossing if (link.src in cut.nodes) == cut.outward)
-    devices, into = (outside, cut.outward) if len(outside) <= len(inside) else (inside, not cut.outward)
-    return devices, "into" if into else "out of", links
-
-
-def _side_text(limit: Bound, devices: tuple[str, ...], links: dict[str, tuple[int, Fraction]]) -> str:
-    """Return a text about the links into and out of some devices: for each direction, their number and GB/s."""
-    hosts = {parse(device).host for device in devices}
-    on_hosts = [device for device in limit.devices if parse(device).host in hosts]
-    name, noun = _devices_text(devices), "link"
-    if len(devices) > 1:
-        name = f"{{{name}}}"
-    if len(hosts) == 1 and "" not in hosts and len(on_hosts) == len(devices) < len(limit.devices):
-        (name,), noun = hosts, "NIC"  # these are all devices of one host, so the links are its network cards
-    if len(set(links.values())) == 1:  # both directions are equal, or there is only one
-        links = {" and ".join(links): next(iter(links.values()))}
-    return " and ".join(
-        f"the {f'{n} {noun}s' if n > 1 else noun} {direction} {name} ({_number(width)} GB/s)"
-        for direction, (n, width) in links.items()
-    )
-
-
-def _devices_text(devices: tuple[str, ...]) -> str:
-    more = len(devices) - _MOST_NAMES
-    return ", ".join(devices[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _number(value: Fraction) -> str:
-    return str(value) if value.denominator == 1 else f"{float(value):.4g}"
 
 
 def size(nbytes: int) -> str:

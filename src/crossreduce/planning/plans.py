@@ -22,6 +22,7 @@ from ..topology import Topology, TopologyLike, byte_count, topology_of
 from .algorithms import hierarchical_copy_schedule
 from .optimal.bound import bound_of_members
 from .optimal.bounds.certificate import COLLECTIVES, Bound
+from .optimal.bounds.tight_cuts import limited_by
 from .requests import Request
 from .schedules import CHOICES, MOST_DEVICES, NAMES, fastest_schedule
 
@@ -152,7 +153,7 @@ class Plan:
             f"  predicted {text.duration(self.seconds)}, {self.algbw:.2f} GB/s; {float(self.rate):.2f} GB/s when large",
             *([f"  counted   {costs}"] if costs else []),
             f"  bound     {text.rate(most, only_if)}, {text.percent(self.ratio)} of it reached{loss}",
-            f"  limited by {text.limited_by(self.bound)}",
+            f"  limited by {limited_by(self.bound)}",
             *(f"  assumed   {each}" for each in self.topology.assumed),
             *([f"  changed   {self.change}"] if self.change else []),
             *([f"  network   {network}"] if network else []),

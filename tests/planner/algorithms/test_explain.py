@@ -13,7 +13,7 @@ from strategies import NAMED, names, wired
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate
 from crossreduce.planning import hierarchical_copy
-from crossreduce.planning.explain import duration, limited_by, percent, shape, size, tree_lines, tree_text
+from crossreduce.planning.explain import duration, percent, shape, size, tree_lines, tree_text
 from crossreduce.schedule import fluid_rate
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -207,6 +207,16 @@ def test_stars_rings_and_shapes_have_one_line():
     ]
 
 
+def test_trees_are_cut_only_to_a_width():
+    """Without a width, as in a file or a pipe, the text of a long tree has all devices. With one it is cut."""
+    hosts = Topology.machine("hgx-h100", hosts=4)
+    made = cr.plan(hosts, "broadcast", MIB, "one_device", root="host0/cuda:0")
+    ((_, tree),) = explained(made.explain())[2]
+    assert sorted(re.findall(r"host\d/cuda:\d", tree)) == sorted(hosts.devices)
+    ((_, tree),) = explained(made.explain(80))[2]
+    assert tree.endswith(" ...")
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @each_plan
 def test_the_text_fits_a_width(name, width):
@@ -275,45 +285,6 @@ def test_what_is_counted_beside_links():
     }
     for text, made in facts.items():
         assert explained(made.explain())[1].get("counted") == text
-
-
-def test_hosts_are_named_by_their_cards():
-    """The text about a cut around a host names the host, and has the number and the speed of its NICs."""
-    assert limited_by(cr.bound(H100S, "broadcast", "host0/cuda:3")) == "the 8 NICs into host1 (400 GB/s)"
-    assert limited_by(cr.bound(H100S, "reduce", "host0/cuda:3")) == "the 8 NICs out of host1 (400 GB/s)"
-    sixteen = Topology.machine("hgx-h100", hosts=16)
-    assert limited_by(cr.bound(sixteen, "all_gather")) == "the 8 NICs into host0 (400 GB/s)"
-    # Several cuts prove the next bound, so either text is right.
-    ndv2 = Topology.machine("ndv2", hosts=2)
-    both = "the NIC into and out of host0 (12.5 GB/s) and the NIC into and out of host1 (12.5 GB/s)"
-    assert limited_by(cr.bound(ndv2, "all_reduce")) in (both, "the NIC into host0 (12.5 GB/s)")
-
-
-def test_cuts_around_devices_are_named():
-    """The text about a cut has the direction of its links, the devices inside, and the sum of the bandwidths."""
-    links = [("cpu:0", "cpu:1", 9), ("cpu:1", "cpu:2", 3), ("cpu:2", "cpu:3", 9)]
-    line = Topology(names(4), [Link(*ends, width) for a, b, width in links for ends in ((a, b), (b, a))])
-    assert limited_by(cr.bound(line, "broadcast", "cpu:0")) == "the link into {cpu:2, cpu:3} (3 GB/s)"
-    assert limited_by(cr.bound(line, "reduce", "cpu:0")) == "the link out of {cpu:2, cpu:3} (3 GB/s)"
-    for half in ("cpu:0, cpu:1", "cpu:2, cpu:3"):
-        assert f"the link into and out of {{{half}}} (3 GB/s)" in limited_by(cr.bound(line, "all_reduce"))
-
-
-@pytest.mark.parametrize(
-    ("topology", "words", "width"),
-    [
-        (DGX, "150 GB/s by 4 links in and out", 150),
-        (Topology.star(8, 450), "450 GB/s by 1 link in and out", 450),
-        (Topology.full_mesh(5, 2), "8 GB/s by 4 links in and out", 8),
-        (Topology.machine("mi300x"), "448 GB/s by 7 links in and out", 448),
-        (Topology.ring(7, Fraction(1, 2)), "1 GB/s by 2 links in and out", 1),
-    ],
-)
-def test_equal_devices_are_named_together(topology, words, width):
-    """If all devices are equal, the text describes the links of each one. Their bandwidth gives the bound."""
-    limit, n = cr.bound(topology, "all_reduce"), len(topology.devices)
-    assert limited_by(limit) == f"every device's own links: {words}"
-    assert limit.algbw == Fraction(n * width, 2 * (n - 1))
 
 
 def test_one_line_if_no_data_has_to_move():

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -19,15 +20,17 @@ from paths import ROOT
 from reports import Page, explained
 
 import crossreduce as cr
-from crossreduce import Topology
+from crossreduce import Link, Topology
 from crossreduce.errors import ArgumentError
 from crossreduce.export.explorer import Beside, report_html, stages
 from crossreduce.export.explorer import model as models
 from crossreduce.export.explorer import page as pages
-from crossreduce.export.explorer.link_groups import link_groups
+from crossreduce.export.explorer.link_groups import CableOrCard, link_groups
+from crossreduce.export.explorer.losses import Loss, faster_plan
 from crossreduce.export.explorer.positions import places
 from crossreduce.export.explorer.trees import groups
-from crossreduce.planning.explain import duration, limited_by, percent
+from crossreduce.planning.explain import duration, percent
+from crossreduce.planning.optimal.bounds.tight_cuts import limited_by
 from crossreduce.schedule import timeline
 
 PART = Topology.machine("dgx-1v").subset([0, 1, 2, 4, 6])
@@ -143,7 +146,7 @@ def test_trees_and_cuts(made, page):
     names, devices = [node[0] for node in page.model["nodes"]], set(plan.bound.devices)
     assert page.model["cuts"]
     for one in page.model["cuts"]:
-        here = {names[k] for k in one["nodes"]}
+        here = {names[k] for k in one["nodes"]} & devices
         mine = [cut for cut in due if here in (devices & cut.nodes, devices - cut.nodes)]
         crossing = {
             k for k, link in enumerate(plan.topology.links) for cut in mine
@@ -248,6 +251,19 @@ def test_each_loss_is_planned(plan):
         assert not set(map(str, row["links"])) & set(entry["links"])
 
 
+def test_a_faster_plan_without_a_part_is_taken():
+    """If the plan without a cable is faster, the page has this plan for the complete topology, and says so."""
+    topology = Topology.ring(4, gb_per_s=25)
+    fast = cr.plan(topology, nbytes="64M")
+    slow = replace(fast, schedule=cr.plan(topology, nbytes="64M", algorithm="one_device").schedule, seconds=1.0)
+    lost = (Loss((CableOrCard("cpu:0 - cpu:1", (0, 1), ("cpu:0", "cpu:1")),), is_half=False, plan=fast),)
+    found = faster_plan(slow, lost)
+    assert (found.schedule, found.seconds, found.request) == (fast.schedule, fast.seconds, slow.request)
+    assert "changed   the plan that was made without cpu:0 - cpu:1 is faster" in found.explain()
+    assert faster_plan(slow, (lost[0]._replace(is_half=True),)) is slow
+    assert faster_plan(fast, (lost[0]._replace(plan=slow),)) is fast
+
+
 def test_a_part_that_the_plan_needs_keeps_half_of_its_bandwidth():
     """If a device has one cable, the page has the plan for half of its bandwidth, and says so."""
     star = Topology.star(4, gb_per_s=25)
@@ -258,6 +274,21 @@ def test_a_part_that_the_plan_needs_keeps_half_of_its_bandwidth():
     made = plan.replanned(Topology(star.devices, slower, star.switches))
     assert (row["rate"], row["duration"]) == (f"{float(made.rate):.2f}", duration(made.seconds))
     assert made.seconds > plan.seconds
+
+
+@pytest.mark.parametrize("host", ["host0", "host1"])
+def test_the_host_that_lost_a_card_is_marked(host):
+    """The tight cut on the page has the nodes of the host that lost a card, and the links of its other cards."""
+    rest = Topology.machine("dgx-a100", hosts=2).without_link(f"{host}/cuda:3", "rail3")
+    shown = Page(report_html(cr.plan(rest, "reduce", "1M", "ring", root="host0/cuda:0"))).model
+    (cut,), nodes = shown["cuts"], [node[0] for node in shown["nodes"]]
+    assert cut["name"] == f"8 devices of {host}"
+    assert {nodes[k].partition("/")[0] for k in cut["nodes"]} == {host}
+    assert len(cut["links"]) == 7
+    for src, dst, *_ in (shown["links"][k] for k in cut["links"]):
+        assert sorted(name[:4] for name in (nodes[src], nodes[dst])) == ["host", "rail"]
+        assert host in (nodes[src][:5], nodes[dst][:5])
+    assert re.fullmatch(rf"the 7 NICs (into|out of) {host} \(175 GB/s\)", shown["limited"])
 
 
 def test_rows_of_links(page, made):
@@ -490,6 +521,26 @@ def test_positions(hosts):
             assert 0.6 < wide / high < 1.6
             assert min(math.dist(a[2:4], b[2:4]) for a, b in combinations(star.nodes, 2)) > star.size
         assert not any(node.is_cell for node in found.nodes)
+
+
+def test_links_bend_around_nodes():
+    """A link that would pass over another node is a curve, both directions the same one, and no node is on it."""
+    hosts = [[f"host{h}/cuda:{k}" for k in range(6)] for h in range(2)]
+    ends = [pair for gpus in hosts for pair in combinations(gpus, 2) if pair != (gpus[0], gpus[3])]
+    ends += [(gpus[k], "net") for gpus in hosts for k in (0, 3)]
+    links = [Link(*pair, 25) for a, b in ends for pair in ((a, b), (b, a))]
+    found = places(Topology([gpu for gpus in hosts for gpu in gpus], links, ["net"]))
+    at = {node.name: complex(node.x, node.y) for node in found.nodes}
+    curves = 0
+    for a, b in ends:
+        bend = found.bends.get((a, b), 0)
+        assert found.bends.get((b, a), 0) == -bend
+        top = (at[a] + at[b]) / 2 - 1j * (at[b] - at[a]) / abs(at[b] - at[a]) * bend
+        points = [(1 - t) ** 2 * at[a] + 2 * t * (1 - t) * top + t * t * at[b] for t in (k / 50 for k in range(51))]
+        others = [place for node, place in at.items() if node not in (a, b)]
+        assert min(abs(point - other) for point in points for other in others) > found.size / 2
+        curves += bend != 0
+    assert curves >= 2
 
 
 def test_the_documentation(printed, tmp_path, monkeypatch, capsys):

@@ -10,7 +10,8 @@ import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.export.explorer import Beside, report_html
 from crossreduce.export.explorer import model as models
-from crossreduce.planning.explain import duration, limited_by
+from crossreduce.planning.explain import duration
+from crossreduce.planning.optimal.bounds.tight_cuts import limited_by
 from crossreduce.topology.measurements import Measurement
 
 HOME, END, ESCAPE, LEFT, RIGHT, DOWN, ENTER = "\ue011", "\ue010", "\ue00c", "\ue012", "\ue014", "\ue015", "\ue007"

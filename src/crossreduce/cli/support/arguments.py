@@ -17,6 +17,7 @@ from ...devices import canonical, parse
 from ...errors import ArgumentError, printable
 from ...options import ALGORITHMS
 from ...topology import byte_count, topology_of
+from ...topology.formats import is_table
 from ...topology.link_kinds import SPEEDS
 from ...topology.topology_like import is_path
 from ...values import host_devices, read_devices
@@ -166,6 +167,24 @@ def read_machine(
     return table
 
 
+def read_beside(text: str, hosts: int, nics: str | None, other: str) -> Topology:
+    """Return one of two topologies that are compared. ``other`` is the text of the other one.
+
+    The number of hosts is for machines of the library and for tables of GPUs. If one of the two is such a table, the
+    network cards are those of the table, and a machine has its own.
+    """
+    tables = []
+    for each in (text, other):
+        with suppress(OSError, ArgumentError):  # ``read_machine`` raises it with the name of the file
+            tables += [each] if is_path(each) and is_table(each) else []
+    if text not in tables and (is_path(text) or text == "this"):
+        topology = read_machine(text)
+        if hosts > 1:
+            say_unused("--hosts", f"{text} states its hosts itself")
+        return topology
+    return read_machine(text, hosts, nics=nics if text in tables or not tables else None)
+
+
 def say_unused(option: str, why: str) -> None:
     """Say on standard error that an option has no effect."""
     print(f"crossreduce: {option} has no effect: {printable(why)}", file=sys.stderr)
@@ -236,14 +255,19 @@ def read_subset(option: str, text: str, topology: Topology) -> tuple[str, ...]:
 
 
 def read_link(option: str, text: str, topology: Topology) -> tuple[str, str]:
-    """Return the two ends of a link. The text has their numbers, as "0-3", or their names, as "cuda:0,nvswitch".
+    """Return the two ends of a link: two numbers or names, with a comma or a hyphen between them.
 
     >>> read_link("--without-link", "0-3", Topology.ring(4)), read_link("--without-link", "1,cpu:2", Topology.ring(4))
     (('cpu:0', 'cpu:3'), ('cpu:1', 'cpu:2'))
     """
-    ends = text.split("," if "," in text else "-")  # a comma separates names, since they may contain hyphens
-    if len(ends) != 2 or ("," not in text and not re.fullmatch("[0-9 ]+-[0-9 ]+", text)):
+    mark = "," if "," in text else "-"
+    parts = text.split(mark)
+    splits = [(mark.join(parts[:k]), mark.join(parts[k:])) for k in range(1, len(parts))]
+    found = []
+    for ends in splits:  # several, if names contain hyphens
+        with suppress(*[ArgumentError] * (len(splits) > 1)):
+            found.append((read_node(option, ends[0], topology), read_node(option, ends[1], topology)))
+    if len(found) != 1:
         problem = f"{option} must be two numbers such as 0-3, or two names such as cuda:0,cuda:3"
         raise ArgumentError(f'{problem}, not "{text}".')
-    a, b = (read_node(option, end, topology) for end in ends)
-    return a, b
+    return found[0]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pydoc
 import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
@@ -27,11 +29,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ... import Bound
 from ...errors import ArgumentError, BackendError, printable
 from ...export.files import real_path, replacing
-from ...planning.explain import limited_by
+from ...planning.optimal.bounds.tight_cuts import heaviest_cuts, limited_by
 from ...progress import watched
 
 PROGRESS_FD: Final = "CROSSREDUCE_PROGRESS_FD"
 """An environment variable: the file descriptor of the terminal on which a child process draws its progress bars."""
+LINE_S: Final = 15.0  # from one line of progress to the next one, without a terminal
 INVOKED: Final[ContextVar[str]] = ContextVar("INVOKED", default="crossreduce")
 """The command line of the running command."""
 _NUMBERED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})")  # any text, then a number without leading zeros
@@ -172,18 +175,24 @@ def rate_json(value: Fraction | None) -> dict[str, Any] | None:
 
 def bound_json(limit: Bound) -> dict[str, Any]:
     """Return a bound as a dict for JSON."""
+    nodes = next((cut.nodes for cut in heaviest_cuts(limit)), frozenset())
     return {
         "algbw": rate_json(limit.algbw),
         "limited_by": "nothing has to move" if limit.algbw is None else limited_by(limit),
-        "tight_cut": [node for node in limit.topology.nodes if node in limit.tight_cut],
+        "tight_cut": [node for node in limit.topology.nodes if node in nodes],
     }
 
 
 class Bar:
-    """A progress bar on standard error, which is drawn only on a terminal. A call advances it by one step."""
+    """A progress bar on standard error, which is drawn only on a terminal. A call advances it by one step.
 
-    def __init__(self, progress: Progress, description: str, total: int) -> None:
+    With ``lines``, a step prints a line if there is no terminal, at most every ``LINE_S`` seconds.
+    """
+
+    def __init__(self, progress: Progress, description: str, total: int, *, lines: bool = False) -> None:
         self._progress = progress
+        self._done, self._total = 0, total
+        self._next_line = time.monotonic() + LINE_S if lines and progress.disable else math.inf
         self._task = progress.add_task(description, total=total)
         self._detail = progress.add_task("", total=1, visible=False)
         self._last_detail = ""
@@ -193,6 +202,10 @@ class Bar:
         self._progress.update(self._task, advance=1, description=text)
         self._progress.update(self._detail, visible=False)
         self._progress.refresh()
+        self._done += 1
+        if time.monotonic() >= self._next_line:
+            print(f"crossreduce: {self._done} of {self._total}: {text}", file=sys.stderr, flush=True)
+            self._next_line = time.monotonic() + LINE_S
 
     def detail(self, text: str, done: int, total: int) -> None:
         """Show the progress within one step in a second line, until ``done`` reaches ``total``."""
@@ -215,8 +228,8 @@ class Bar:
 
 
 @contextmanager
-def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[Bar]:
-    """Show a progress bar on a terminal only, and yield it.
+def progress(description: str, total: int, *, quiet: bool = False, lines: bool = False) -> Iterator[Bar]:
+    """Show a progress bar on a terminal only, or with ``lines`` a line from time to time elsewhere, and yield it.
 
     Long computations of the package show their steps in a second line; see ``progress.py``. With ``quiet`` the bar is
     drawn only when it advances, and by no other thread, so that it does not disturb a measurement.
@@ -237,7 +250,7 @@ def progress(description: str, total: int, *, quiet: bool = False) -> Iterator[B
             redirect_stdout=False,  # rich would send the output to standard error
             redirect_stderr=False,
         )
-        bar = Bar(shown, description, total)
+        bar = Bar(shown, description, total, lines=lines)
         with shown:
             shown.refresh()
             if console.is_terminal:

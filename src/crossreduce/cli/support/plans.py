@@ -24,8 +24,17 @@ from ...packing import MOST_PACKS
 from ...planning.explain import shape, wrapped
 from ...planning.optimal.bounds import COLLECTIVES
 from ...planning.schedules import CHOICES, REGISTRY
-from ...topology.topology_like import is_path
-from .arguments import in_range, one_of, read_costs, read_machine, read_nbytes, read_node, read_subset, say_unused
+from .arguments import (
+    in_range,
+    one_of,
+    read_beside,
+    read_costs,
+    read_machine,
+    read_nbytes,
+    read_node,
+    read_subset,
+    say_unused,
+)
 from .output import INVOKED, bound_json, rate_json, text_width
 from .topologies import BetweenCpus, Devices, Gpu, Hosts, InNetwork, Machine, Nics, Pcie, WithoutLink, select
 
@@ -85,6 +94,7 @@ class PlanRequest(NamedTuple):
 
     machine: str
     hosts: int
+    nics: str | None
     devices: str | None
     without_link: list[str] | None
     complete: Topology  # before devices and links were removed; the number of a device is its position here
@@ -110,15 +120,12 @@ class PlanRequest(NamedTuple):
     def beside(self, name: str) -> PlanRequest:
         """Return the same request for another algorithm, or for another machine or file, as one to compare with.
 
-        The devices and lost links are those of this request, and for a machine the number of hosts.
+        The devices and lost links are those of this request, and for a machine or a table the number of hosts.
         """
         with suppress(ArgumentError):
             return self._replace(algorithm=one_of(ALGORITHMS, "--beside", name))
-        is_file = is_path(name) or name == "this"
-        if is_file and self.hosts > 1:
-            say_unused(f"--hosts beside {name}", "it is not a machine of the library")
         try:
-            complete = read_machine(name, 1 if is_file else self.hosts)
+            complete = read_beside(name, self.hosts, self.nics, self.machine)
             topology = self.part_of(complete)
         except ArgumentError as error:
             error.prefix(f"--beside {name}")
@@ -220,6 +227,7 @@ def read_plan_request(
     return PlanRequest(
         machine=machine,
         hosts=hosts,
+        nics=nics,
         devices=devices,
         without_link=without_link,
         complete=complete,

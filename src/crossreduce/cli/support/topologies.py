@@ -34,7 +34,7 @@ Hosts = Annotated[int, Option("--hosts", help="Number of equal hosts.")]
 InNetwork = Annotated[bool, Option("--in-network", help="Let switches combine and multicast.")]
 Devices = Annotated[str | None, Option("--devices", help="Use only these devices: 0-3,6 or cuda:0,cuda:1.")]
 WithoutLink = Annotated[
-    list[str] | None, Option("--without-link", help="Remove this link: 0-3 or cuda:0,cuda:3. Repeatable.")
+    list[str] | None, Option("--without-link", help="Remove this cable: 0,3 or cuda:0,cuda:3. Repeatable.")
 ]
 Picture = Annotated[Path | None, Option("--picture", help="Draw a picture: a .svg or .png file.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]

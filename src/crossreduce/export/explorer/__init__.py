@@ -6,6 +6,6 @@ groups links, ``trees.py`` groups trees and rings, ``losses.py`` plans without s
 ``assets/``. Cytoscape.js draws the wiring and uPlot the charts; both are in ``assets/`` with their licenses.
 """
 
-from .page import Beside, report_html, stages, write_report
+from .page import Beside, report_html, stages, with_losses, write_report
 
-__all__ = ["Beside", "report_html", "stages", "write_report"]
+__all__ = ["Beside", "report_html", "stages", "with_losses", "write_report"]

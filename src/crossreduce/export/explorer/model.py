@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 from ...devices import parse
 from ...errors import PlanError
 from ...planning import Plan
-from ...planning.explain import duration, heaviest_cuts, limited_by, percent, size
+from ...planning.explain import duration, percent, size
+from ...planning.optimal.bounds.tight_cuts import heaviest_cuts, limited_by
 from ...planning.plans import plan_request
 from ...planning.requests import busbw_factor
 from ...planning.schedules import CHOICES, REGISTRY
@@ -107,7 +108,7 @@ def model(plan: Plan, beside: Beside, lost: tuple[Loss, ...], detail: Detail, ad
         "other": second,
         "parts": detail.parts,
         "plans": plans,
-        "losses": _losses(loss_rows, lost, plan, node_number),
+        "losses": _losses(loss_rows, lost, plan, node_number, kinds(plan, where)[1] if lost else 0),
         "sizes": _sizes(plan, advance) if has_data else None,
         "measured": _measured(plan, beside.measured, advance) if has_data else [],
     }
@@ -140,13 +141,13 @@ def _map(plan: Plan, where: Map) -> dict[str, Any]:
     }
 
 
-_FACTS: Final = ("plan", "predicted", "bound", "limited by", "assumed", "helpers", "busiest")
+_FACTS: Final = ("plan", "predicted", "bound", "limited by", "assumed", "changed", "helpers", "busiest")
 
 
 def stages(plan: Plan, beside: Beside = Beside()) -> int:  # noqa: B008 - it is a frozen value
     """Return the number of stages of ``losses`` and ``model``."""
     count = 2 + len(plan.comparisons) + len(_sizes_of(plan)) + len(_measured_sizes(plan, beside.measured))
-    return count + len(kinds(plan, places(plan.topology))) + (beside.plan is not None)
+    return count + len(kinds(plan, places(plan.topology))[0]) + (beside.plan is not None)
 
 
 def _sizes_of(plan: Plan) -> tuple[int, ...]:
@@ -225,13 +226,15 @@ def _groups(plan: Plan, link_number: Numbers) -> list[dict[str, Any]]:
 
 
 def _cuts(plan: Plan, number: dict[str, int], link_number: Numbers) -> list[dict[str, Any]]:
-    """Return the tight cuts, each with the devices on the smaller side and the links that cross the cut."""
-    links_of_cut: dict[tuple[str, ...], set[int]] = {}
-    for devices, _, links in heaviest_cuts(plan.bound):
-        links_of_cut.setdefault(devices, set()).update(link_number[link.src, link.dst] for link in links)
+    """Return the tight cuts, each with the nodes on the side that has the links, and the links that cross the cut."""
+    found: dict[tuple[str, ...], tuple[set[int], set[int]]] = {}
+    for cut in heaviest_cuts(plan.bound):
+        nodes, links = found.setdefault(cut.devices, (set(), set()))
+        nodes.update(number[node] for node in cut.nodes)
+        links.update(link_number[link.src, link.dst] for link in cut.links)
     return [
-        {"name": _cut_name(devices), "nodes": [number[device] for device in devices], "links": sorted(crossing)}
-        for devices, crossing in links_of_cut.items()
+        {"name": _cut_name(devices), "nodes": sorted(nodes), "links": sorted(links)}
+        for devices, (nodes, links) in found.items()
     ]
 
 
@@ -296,9 +299,12 @@ def _loss(loss: Loss, plan: Plan, number: dict[str, int]) -> dict[str, Any]:
 
 
 def _losses(
-    rows: list[dict[str, Any]], lost: tuple[Loss, ...], plan: Plan, number: dict[str, int]
+    rows: list[dict[str, Any]], lost: tuple[Loss, ...], plan: Plan, number: dict[str, int], more: int
 ) -> dict[str, Any] | None:
-    """Return the table of losses, and for each link and each network card the part with which it fails."""
+    """Return the table of losses, and for each link and each network card the part with which it fails.
+
+    ``more`` is the number of kinds of parts that are not planned.
+    """
     if not rows or plan.rate is None:
         return None
     of_links: dict[int, list[Any]] = {}  # by link: the row, and the name, the links and the node of the part
@@ -313,6 +319,7 @@ def _losses(
                     of_links[link] = [k, part.name, part.links, card]
     return {
         "rows": rows,
+        "more": more,
         "links": [of_links.get(k) for k in range(len(plan.topology.links))],
         "cards": of_cards,
         "all": [plan.algorithm, duration(plan.seconds), f"{float(plan.rate):.2f}", percent(plan.ratio)],

@@ -21,7 +21,7 @@ from typing import Any, Final
 from ...errors import ArgumentError, shown
 from ...planning import Plan
 from ..files import replace_file, writable_target
-from .losses import losses
+from .losses import Loss, faster_plan, losses
 from .model import PARTS, Advance, Beside, Detail, model, stages
 from .positions import places
 
@@ -39,7 +39,7 @@ _DETAILS: Final = (
     Detail(PARTS // 4, trees=False, lost=0),
 )  # fmt: skip
 
-__all__ = ["MOST_BYTES", "Beside", "report_html", "stages", "write_report"]
+__all__ = ["MOST_BYTES", "Beside", "report_html", "stages", "with_losses", "write_report"]
 
 
 def write_report(plan: Plan, path: str | os.PathLike[str], beside: Plan | None = None) -> None:
@@ -55,18 +55,29 @@ def write_report(plan: Plan, path: str | os.PathLike[str], beside: Plan | None =
     replace_file(target, report_html(plan, beside=Beside(beside, name)).encode())
 
 
-def report_html(plan: Plan, advance: Advance = lambda _: None, beside: Beside = Beside()) -> str:  # noqa: B008
+def with_losses(plan: Plan, advance: Advance) -> tuple[Plan, tuple[Loss, ...]]:
+    """Return the plan, or a faster one that was found without a part of the topology, and the losses of parts."""
+    lost = losses(plan, places(plan.topology), advance) if plan.rate is not None and plan.nbytes else ()
+    return faster_plan(plan, lost), lost
+
+
+def report_html(
+    plan: Plan,
+    advance: Advance = lambda _: None,
+    beside: Beside = Beside(),  # noqa: B008 - it is a frozen value
+    lost: tuple[Loss, ...] | None = None,
+) -> str:
     """Return a plan as the text of an HTML file of at most ``MOST_BYTES`` bytes.
 
     ``advance`` is called with the name of each of the ``stages(plan, beside)`` stages when it begins. ``beside`` has
-    what the page shows beside the plan.
+    what the page shows beside the plan. ``plan`` and ``lost`` are those of ``with_losses``, or ``lost`` is ``None``.
 
     Raises:
       ArgumentError: ``plan`` is not a ``Plan``, or its report would be larger.
     """
     if not isinstance(plan, Plan):
         raise ArgumentError.of("a report requires a Plan.", shown(plan), 'plan("dgx-1v")')
-    lost = losses(plan, places(plan.topology), advance) if plan.rate is not None and plan.nbytes else ()
+    plan, lost = (plan, lost) if lost is not None else with_losses(plan, advance)
     for detail in _DETAILS:
         text = _page(model(plan, beside, lost, detail, advance), _about(plan, beside))
         if len(text.encode()) <= MOST_BYTES:

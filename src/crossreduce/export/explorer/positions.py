@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from ...topology import Topology
+from ...topology import Link, Topology
 from ..pictures.folding import hosts_of, switches_of
 from ..pictures.graph_layout import graph_layout, label
 
@@ -24,6 +24,7 @@ _NAMES: Final = 16  # with more devices than this, labels are numbers
 _CELLS: Final = 16  # with more devices than this, a host whose links all lead from devices to switches is a rack
 _TRAY: Final = 4  # cells in a column
 _PITCH: Final = 84.0  # from a cell to the next one
+_MOST_BENT: Final = 100  # with more nodes, hosts are folded at first, and lines are straight
 
 
 class Node(NamedTuple):
@@ -82,12 +83,43 @@ def places(topology: Topology) -> Map:
             positions |= {node: (box.x + place[0] - x, box.y + place[1] - y) for node, place in box_positions.items()}
             bends |= curves
             box_of |= dict.fromkeys(box_positions, number)
+    size = _symbol([positions[device] for device in topology.devices])
+    shown = [
+        link for link in topology.links if not cells.intersection(link[:2]) or box_of[link.src] != box_of[link.dst]
+    ]
+    bends |= _around_nodes(shown, positions, bends, size)
     short = len(topology.devices) > _NAMES
     nodes = tuple(
         Node(node, _label(node, short=short), *positions[node], box_of[node], node in topology.devices, node in cells)
         for node in topology.nodes
     )
-    return Map(nodes, tuple(boxes), bends, _symbol([positions[device] for device in topology.devices]))
+    return Map(nodes, tuple(boxes), bends, size)
+
+
+def _around_nodes(links: list[Link], positions: dict[str, Place], bent: Curves, size: float) -> Curves:
+    """Return the bends of straight links that would pass over a node which is not one of their ends."""
+    places_ = {node: complex(*place) for node, place in positions.items()}
+    bends: Curves = {}
+    if len(places_) > _MOST_BENT:
+        return bends
+    for link in links:
+        if link[:2] in bent or (link.dst, link.src) in bent:
+            continue
+        others = [place for node, place in places_.items() if node not in link[:2]]
+        a, b = places_[link.src], places_[link.dst]
+        # The straight line first, and then curves on both sides, farther and farther away.
+        tried = [0.0, *(size * k / 2 * side for k in range(1, 11) for side in (1, -1))]
+        bend = max(tried, key=lambda bend: min(_distance(a, b, bend, others), size * 0.6))
+        if bend:  # both directions have one curve
+            bends[link.src, link.dst] = -bends.get((link.dst, link.src), -bend)
+    return bends
+
+
+def _distance(a: complex, b: complex, bend: float, others: list[complex]) -> float:
+    """Return the distance of the nearest node from a quadratic curve between two places. ``bend``: see ``Map``."""
+    top = (a + b) / 2 - 1j * (b - a) / abs(b - a) * bend
+    points = ((1 - t) ** 2 * a + 2 * t * (1 - t) * top + t * t * b for t in (k / 24 for k in range(25)))
+    return min((abs(point - other) for point in points for other in others), default=math.inf)
 
 
 def _label(node: str, *, short: bool) -> str:

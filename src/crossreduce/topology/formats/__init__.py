@@ -37,18 +37,13 @@ def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
     if len(data) > LARGEST:
         given = f"a larger file, which begins with {shown(data[:40])}"
         raise ArgumentError.of(f"a file with a topology must have at most {LARGEST} bytes.", given, _FORMATS)
-    # Windows PowerShell writes UTF-16 when the output of a program is redirected.
-    is_utf_16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
-    try:
-        text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ArgumentError.of("this is not text.", shown(data[:40]), _FORMATS) from error
+    text = _text(data)
     # Loaded with the first file, since ``import crossreduce`` loads this package.
     from .nccl_xml import read_nccl_xml
     from .nvidia_smi import NOT_STATED, read_nvidia_smi
     from .rocm_smi import is_rocm_smi, read_rocm_smi
 
-    options, text = options or NOT_STATED, _without_markup(text)
+    options = options or NOT_STATED
     start = text.lstrip()[:1]
     if start in ("{", "<") and options != NOT_STATED:
         given = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if value not in (None, 1))
@@ -66,6 +61,21 @@ def parse(data: bytes, options: TableOptions | None = None) -> Wiring:
         return read_nvidia_smi(text, options)
     problem = "this is not a topology." if start else "the file is empty."
     raise ArgumentError.of(problem, shown(text[:80]), _FORMATS)
+
+
+def is_table(path: Any) -> bool:
+    """Return whether a file is a table. Its errors are those of ``parse``."""
+    return _text(read_file(path)).lstrip()[:1] not in ("{", "<")
+
+
+def _text(data: bytes) -> str:
+    """Return the text of a file. A table of GPUs loses the marks of what quotes it."""
+    # Windows PowerShell writes UTF-16 when the output of a program is redirected.
+    is_utf_16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+    try:
+        return _without_markup(data.decode("utf-16" if is_utf_16 else "utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ArgumentError.of("this is not text.", shown(data[:40]), _FORMATS) from error
 
 
 def _without_markup(text: str) -> str:

@@ -10,7 +10,9 @@ class Losses {
     this.offered = document.getElementById("loss");
     this.panel.hidden = !this.model;
     if (!this.model) return;
-    const { rows, all } = this.model, [algorithm, time, rate, ratio] = all;
+    const { rows, all, more } = this.model;
+    if (more) document.getElementById("losses-more").textContent = ` ${more} other kinds of parts carry less data and were not planned.`;
+    const [algorithm, time, rate, ratio] = all;
     const head = ["", "without", "parts of this kind", "time", "times as long", "by", "GB/s when large", "of the bound"];
     this.buttons = rows.map((row, k) => {
       const button = element("button", { type: "button", textContent: "Take away" });

@@ -3,6 +3,8 @@
 // draws the use of the links on a canvas behind it. Setting the style of 1024 links in every frame takes Cytoscape.js
 // 100 ms; the canvas takes 2.
 
+const NARROW = 500; // pixels
+
 class Wiring {
   constructor(parent, model, folded, handlers) {
     this.model = model;
@@ -39,6 +41,7 @@ class Wiring {
 
   build() {
     const { nodes, boxes, links, symbol } = this.model, elements = [];
+    this.narrow = this.view.clientWidth < NARROW; // then names are numbers, and letters are larger
     this.edges = [];
     this.cells = new Map(); // for each device that is a cell of a rack, its links out of it and into it
     this.inside = boxes.map(() => []); // the links within each box
@@ -63,15 +66,16 @@ class Wiring {
     boxes.forEach(([name, x, y, width, height], box) => {
       const folded = this.folded.has(box), inside = nodes.filter((node) => node[4] === box && node[5]).length;
       const text = folded && inside ? `${name}\n${inside} devices` : name;
-      elements.push({ data: { id: `b${box}`, text, width, height, font: width / (folded ? 5.5 : 7.5) }, position: { x, y }, classes: folded ? "box folded" : "box" });
+      elements.push({ data: { id: `b${box}`, text, width, height, font: Math.max(width / (folded ? 5.5 : 7.5), symbol * (this.narrow ? 0.8 : 0.4)) }, position: { x, y }, classes: folded ? "box folded" : "box" });
     });
-    nodes.forEach(([name, text, x, y, box, isDevice, isCell], node) => {
+    nodes.forEach(([name, label, x, y, box, isDevice, isCell], node) => {
       if (box >= 0 && this.folded.has(box)) return;
+      const text = this.narrow && isDevice ? label.replace(/^.*:/, "") : label;
       const size = isDevice ? symbol : Math.max(symbol * 0.9, 11 * text.length + 16);
       const long = text.length > 3;
       const kind = isCell ? "device cell" : isDevice ? (long ? "device long" : "device") : "switch";
       const font = isCell ? symbol * 0.3 : long ? Math.min(16, symbol / 4) : symbol * 0.44;
-      elements.push({ data: { id: `n${node}`, text, size, high: long || !isDevice ? 34 : symbol, font: isDevice ? font : 16 }, position: { x, y }, classes: kind });
+      elements.push({ data: { id: `n${node}`, text, size, high: long || !isDevice ? 34 : symbol, font: isDevice ? (this.narrow ? Math.max(font, symbol * 0.6) : font) : this.narrow ? symbol * 0.4 : 16 }, position: { x, y }, classes: kind });
     });
     for (const { id, a, b, bend, cell } of this.edges) {
       elements.push({ data: { id, source: a, target: b, bend: -bend }, classes: cell ? "hidden" : bend ? "bent" : "" });
@@ -97,7 +101,7 @@ class Wiring {
       { selector: ".hidden", style: { visibility: "hidden" } },
       { selector: ".long", style: { shape: "round-rectangle" } },
       { selector: ".switch", style: { shape: "rectangle", "background-color": theme("switch") } },
-      { selector: ".box", style: { width: "data(width)", height: "data(height)", shape: "round-rectangle", "background-opacity": 0, "border-width": 2, "border-color": theme("line"), "font-size": "data(font)", "text-valign": "top", "text-margin-y": -2, "text-background-color": theme("panel"), "text-background-opacity": 0.8, color: theme("soft"), "z-index": 1 } },
+      { selector: ".box", style: { width: "data(width)", height: "data(height)", shape: "round-rectangle", "background-opacity": 0, "border-width": 2, "border-color": theme("line"), "font-size": "data(font)", "text-valign": "top", "text-margin-y": -2, "text-background-color": theme("panel"), "text-background-opacity": 1, "text-background-padding": 2, color: theme("soft"), "z-index": 1 } },
       { selector: ".folded", style: { "border-width": 4, "border-color": line, color: ink, "text-valign": "center", "text-margin-y": -4, "text-background-opacity": 0 } },
       { selector: "edge", style: { width: 1.4, "line-color": theme("wire"), "curve-style": "straight", "overlay-opacity": 0, "z-index": 2 } },
       { selector: "edge.bent", style: { "curve-style": "unbundled-bezier", "control-point-distances": "data(bend)", "control-point-weights": 0.5 } },
@@ -144,6 +148,7 @@ class Wiring {
   }
 
   fit() {
+    if (this.narrow !== this.view.clientWidth < NARROW) this.build();
     this.cy.resize();
     this.cy.fit(undefined, 26);
     if (this.cy.zoom() > 1.6) this.cy.zoom(1.6);
