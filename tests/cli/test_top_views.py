@@ -160,8 +160,8 @@ def test_programs_and_their_processes():
             assert program(child.pid) == f"{Path(sys.executable).name} -c"
             assert program(os.getpid()) not in ("", Path(sys.executable).name)
             assert program(2**22 + 1) == ""
-            pids = (child.pid, os.getpid(), os.getppid(), 0, 2**22 + 1)
-            assert [is_started_by(child.pid, pid) for pid in pids] == [True, True, True, False, False]
+            pids = (child.pid, os.getpid(), os.getppid(), 2**22 + 1)
+            assert [is_started_by(child.pid, pid) for pid in pids] == [True, True, True, False]
             rank = view(1, *STATES, waits=NO_WAITS)
             ours = rank._replace(ranks=(rank.ranks[0]._replace(pid=child.pid),))
             assert [Wanted(pid=os.getpid()).includes(each) for each in (ours, rank)] == [True, False]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -283,17 +284,17 @@ def test_measured_times_decide_and_rows_say_so():
         assert choice(rows, "allreduce", nbytes) == (expected, "simple")
     lines = text.splitlines()
     marks = {line: lines[k - 1].split(":")[0] for k, line in enumerate(lines) if not line.startswith("#")}
-    sources = re.findall(r"# (\w+): (\S+) us for (\d+) bytes\n(?=allreduce)", text)
-    found = {
-        source: {int(nbytes): float(us) for name, us, nbytes in sources if name == source} for source, *_ in sources
-    }
-    assert found["measured"].items() <= {1024: 30.0, 1 << 20: 50.0, 1 << 26: 300.0}.items()
-    assert found["interpolated"].keys().isdisjoint({1024, 1 << 20, 1 << 26})
-    assert set(found) == {"measured", "interpolated", "extrapolated"}
-    counts = [
-        len([each for each in sources if each[0] == name]) for name in ("measured", "interpolated", "extrapolated")
+    found = [
+        (source, float(us), int(nbytes))
+        for source, us, nbytes in re.findall(r"# (\w+): (\S+) us for (\d+) bytes\n(?=allreduce)", text)
     ]
-    assert "# Rows: {} with a measured size, {} interpolated, {} extrapolated, ".format(*counts) in text
+    known = {(30, 1024), (40, 1024), (60, 1 << 20), (50, 1 << 20), (400, 1 << 26), (300, 1 << 26)}
+    assert {each[1:] for each in found if each[0] == "measured"} <= known
+    assert {each[2] for each in found if each[0] == "interpolated"}.isdisjoint({1024, 1 << 20, 1 << 26})
+    counts = Counter(each[0] for each in found)
+    assert set(counts) == {"measured", "interpolated", "extrapolated", "modelled"}
+    words = "# Rows: {measured} with a measured size, {interpolated} interpolated, {extrapolated} extrapolated, "
+    assert words.format(**counts) in text
     assert {mark for line, mark in marks.items() if line.startswith("allgather")} == {"# modelled"}
     assert call(rows, "allreduce", 1 << 26, 1, 8, lambda algorithm, _: algorithm == "ring")[0] == "ring"
     two = cr.Topology.machine("hgx-h100", 2)
@@ -340,7 +341,7 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     run.write_bytes(report(HGX, {1024: 30, 4096: 40}))
     target = tmp_path / "tuner.csv"
     line = ("export", "hgx-h100", target, "--format", "nccl-tuner")
-    assert " rows for hgx-h100, " in printed(*line, "--measured", run)
+    assert " rows for hgx-h100: " in printed(*line, "--measured", run)
     about = json.loads(printed(*line, "--json"))
     assert (about["measured_rows"], about["interpolated_rows"], about["assumed"]) == (0, 0, [])
     table = tmp_path / "host.txt"
