@@ -18,7 +18,7 @@ from ..lowering import Program
 from ..ops import Numbers
 from ..packing import Buffer, itemsize
 
-ENGINES: Final = ["host", "null", "cuda", "loop"]
+ENGINES: Final = ["host", "cuda", "loop"]
 """Modules of this package that define ``ENGINE``, in the order in which they are tried. "loop" runs any layout."""
 
 EXACT_ENGINES: Final = ["host"]

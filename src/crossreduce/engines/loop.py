@@ -65,13 +65,15 @@ def _buffers_and_positions(layout: Layout) -> list[tuple[LoweredBuffer, tuple[in
 
     In host memory each large tensor gets a buffer of its own, since packing it with others only costs copies there.
     But a buffer that is cut into packs or chunks is not changed, since other cuts would change the order of additions.
+    Null arrays are counted as if their devices shared no memory.
     """
     buffers = []
     first = 0  # the position of the buffer's first tensor in the layout
     for lowered in layout.buffers:
         buffer, ranges = lowered
         members = range(len(buffer.spans))
-        if layout.on_host and layout.is_sized and len(ranges) == 1 and len(ranges[0].program.chunks) == 1:
+        is_one_chunk = len(ranges) == 1 and len(ranges[0].program.chunks) == 1
+        if layout.on_host and layout.is_sized and is_one_chunk and layout.framework.name != "null":
             small = [span.size * itemsize(buffer.dtype) <= JOINED_BYTES for span in buffer.spans]
             groups = [[k for k in members if small[k]], *([k] for k in members if not small[k])]
             buffers += [(_subset(lowered, group), tuple(first + k for k in group)) for group in groups if group]

@@ -248,7 +248,7 @@ def _shared_memory(
     if len(shared.hosts) > 1:
         return shared, memory, False
     try:
-        reads = memory.vote(1 < size <= READABLE_BUFFERS and memory.can_read_all())
+        reads = memory.vote(1 < size <= READABLE_BUFFERS and (rendezvous.is_near or memory.can_read_all()))
         if reads is None:  # some ranks are late, or have no memory
             shared = settled(shared._replace(fd=-1), rendezvous, nbytes, global_ranks)
             if len(shared.hosts) > 1:
@@ -259,6 +259,7 @@ def _shared_memory(
     except BaseException:
         memory.close()
         raise
+    memory.reads_peers = reads
     return shared, memory, reads
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -21,6 +24,7 @@ from _crossreduce_torch import NO_ADDRESS, REASON, VARIABLE
 from ..errors import ArgumentError, BackendError, MismatchError, encoded, rank_list
 from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, PAUSES_S, ConnectionStore, Origin
+from ..ranks.intra_host.board import Board
 from ..ranks.membership import shared_failure
 from ..ranks.transports.base import Links, Transport
 from ..ranks.transports.choice import open_transport
@@ -34,6 +38,7 @@ from .rendezvous import TorchRendezvous, lost_store_errors
 _LOOK_S: Final = 1.0  # between two looks whether other ranks use gloo
 _COME_S: Final = 5.0  # how long a rank waits for others before it ends their wait in gloo
 _MOST_LOOKED: Final = 32  # ranks in one look, since each rank asks the store for each of them
+_MADE: Final[weakref.WeakKeyDictionary[Communicator, Counter[str]]] = weakref.WeakKeyDictionary()  # groups, by name
 _LEAVE_S: Final = 1.0  # how long ``close`` waits for pending ops, when a group is garbage collected or a process ends
 
 
@@ -47,12 +52,14 @@ def connect(
     options: Any,
     origin: Origin = NEW,
     has_messages: bool = True,
+    unique: str = "",
 ) -> tuple[Any, Communicator, bool]:
     """Connect the ranks of a group. Return torch's settings (see there), the communicator, and whether it is exact.
 
     Ranks of different hosts exchange data over connections of rail leaders. If ``has_messages``, every two of them also
     have a connection for messages. ``global_ranks``: the ranks' numbers in the world, for errors; empty if the group is
     the world. ``options``: see ``read_pg_options``; if they are invalid on one rank, all ranks raise its error.
+    ``unique``: see ``own_part``.
     """
     seconds = timeout.total_seconds()
 
@@ -73,7 +80,8 @@ def connect(
         return WithMessages(carrier, messages)
 
     own = dist.PrefixStore("crossreduce/", store)
-    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch)
+    board = _board(global_ranks or range(size)) if unique else None
+    rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch, unique, board)
     try:
         exact, wanted = read_pg_options(options)
         kept = settings(rank, size, timeout)
@@ -84,6 +92,34 @@ def connect(
         rendezvous, connected, name=name, timeout_s=seconds, global_ranks=global_ranks, wanted=wanted
     )
     return kept, communicator, exact
+
+
+def _of_world() -> Communicator | None:
+    """Return the communicator of the default group, if there is one of this backend, and this process has made it."""
+    communicator = getattr(dist.group.WORLD, "communicator", None)
+    is_own = isinstance(communicator, Communicator) and communicator.peers[communicator.rank].pid == os.getpid()
+    return communicator if is_own else None
+
+
+def own_part(store: Any, rank: int, name: str, origin: Origin) -> tuple[Any, str]:
+    """Return a part of a group's store that no other group has, also if it had the name ``name`` and was destroyed.
+
+    The second result is a name that no other group has, the same on all ranks, or "" if the store must find one: there
+    must be a default group of this backend, with which all ranks make the groups of a name in the same order.
+    """
+    with lost_store_errors(store):
+        if (communicator := _of_world()) is None or origin.is_beyond is not None:
+            return dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store), ""
+        counts = _MADE.setdefault(communicator, Counter())
+        counts[name] += 1
+        unique = f"{communicator.token} {counts[name]} {name}"
+        store.set(f"turn {rank}", "")  # not awaited; see ``end_gloo``
+        return dist.PrefixStore(f"{unique}/", store), unique
+
+
+def _board(ranks: Sequence[int]) -> Board | None:
+    """Return where ranks of the world can exchange values in the memory of the default group."""
+    return None if (communicator := _of_world()) is None else communicator.memory.board(ranks)
 
 
 def require_place(group: Any, rank: int, size: int) -> None:

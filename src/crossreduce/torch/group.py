@@ -26,13 +26,12 @@ from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from .collectives import Collectives
-from .connections import close, connect, require_place
+from .connections import close, connect, own_part, require_place
 from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, is_called_by_backward, wait_in_backward
 from .options import all_reduce_arguments, prepared_calls, read_options
 from .profiling import begin_entry, entry, is_profiled
-from .rendezvous import lost_store_errors
 from .subclasses import call_unwrapped, has_wrapper
 
 _DRAIN_S: Final = 10.0  # how long a group that is destroyed waits for its pending ops
@@ -67,10 +66,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         ``options``: the group's ``pg_options``; see ``Options``. ``origin``: see ``Origin``.
         """
         super().__init__(rank, size)
-        # A group may have the name, and so the store's keys, of a destroyed group. The prefix makes the keys unique.
-        with lost_store_errors(store):
-            self._store = store = dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store)
-        gloo, self.communicator, self.exact = connect(store, rank, size, timeout, name, global_ranks, options, origin)
+        self._store, unique = own_part(store, rank, name, origin)
+        place = (store := self._store), rank, size, timeout, name, global_ranks
+        gloo, self.communicator, self.exact = connect(*place, options, origin, unique=unique)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         if hasattr(self, "_set_default_backend"):  # torch 2.5 or later
             self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -420,7 +418,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Call a method with the tensors that are wrapped in its arguments. Return the work of all these calls."""
         is_async, parts = getattr(arguments[-1], "asyncOp", True), call_unwrapped(lambda *_: None, arguments)
         agreed = self.queue.run(partial(self._collectives.checks.agree_on_parts, method, len(parts)), [], is_async)
-        if works := call_unwrapped(getattr(self, method), arguments):
+        if works := self.queue.call_after(agreed, call_unwrapped, getattr(self, method), arguments):
             return Works([agreed, *works], results)
         wrapper = next(x for x in tensors_in(arguments) if has_wrapper([x]))
         return self.queue.run(partial(self._collectives.checks.refuse_class, method, wrapper), results, is_async)

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -75,10 +76,10 @@ class Finished(dist.Work):  # type: ignore[misc]
 
 
 def keep(work: Any, tensors: Any) -> None:
-    """Let tensors in nested lists refer to the work that writes them."""
+    """Let tensors in nested lists refer to the works that write them, of which a tensor can have several."""
     for each in tensors:
         if isinstance(each, torch.Tensor):
-            each.__dict__["_crossreduce_work"] = work
+            each.__dict__.setdefault("_crossreduce_works", []).append(work)
         else:
             keep(work, each)
 
@@ -88,8 +89,10 @@ def release(work: Any, tensors: Any) -> None:
     for each in tensors:
         if not isinstance(each, torch.Tensor):
             release(work, each)
-        elif each.__dict__.get("_crossreduce_work") is work:
-            del each.__dict__["_crossreduce_work"]
+        elif work in (works := each.__dict__.get("_crossreduce_works", [])):
+            works.remove(work)
+            if not works:  # with works the tensor could not be copied or saved
+                each.__dict__.pop("_crossreduce_works", None)
 
 
 class Works(Finished):
@@ -242,6 +245,7 @@ class OpQueue:
         """Whether the caller's thread may run a synchronous op now: none is pending, and new ops are not refused."""
         self._refusal: str | None = None  # why new ops are refused
         self._lock = threading.Lock()
+        self._required = threading.local()  # ``work``: see ``call_after``
         self._pending = 0  # ops of the queue's thread that wait or run
         self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -275,8 +279,19 @@ class OpQueue:
             error.args = (f"{error}; {self._alternative}",)
         return error
 
+    def call_after(self, work: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``function(*arguments)``. Ops that it puts into this queue do not run if that of ``work`` fails: they
+        have the same error."""
+        outer, self._required.work = getattr(self._required, "work", None), work
+        try:
+            return function(*arguments)
+        finally:
+            self._required.work = outer
+
     def _put(self, function: Callable[[], None], tensors: Sequence[Any]) -> Queued:
         """Put an op into the queue, start the queue's thread if there is none, and return the op's work."""
+        if (required := getattr(self._required, "work", None)) is not None:
+            function = partial(_run_after, required, function)
         work = Queued(function, tensors, self)
         with self._lock:
             self.require_open()
@@ -360,6 +375,12 @@ class OpQueue:
         """Refuse all ops in a forked process, which has neither the group's thread nor a rank in the group."""
         self._lock = threading.Lock()  # another thread may have held the old lock during the fork
         self._refusal, self.runs_inline = _FORKED, False
+
+
+def _run_after(required: Any, function: Callable[[], None]) -> None:
+    if (error := required.exception()) is not None:
+        raise error
+    function()
 
 
 def wait_in_backward(work: Any) -> None:

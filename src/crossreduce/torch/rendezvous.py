@@ -25,6 +25,7 @@ from ..errors import MismatchError, encoded, rank_list
 from ..ranks.connections import rendezvous
 from ..ranks.connections.rendezvous import MET, StoreRendezvous
 from ..ranks.connections.store import LIMIT_S, StoreClient
+from ..ranks.intra_host.board import Board
 
 _PART: Final = 1 << 14  # bytes that are read at once of an answer
 _CONNECT_S: Final = 0.1  # how long a query waits for a new connection to a store that answers again
@@ -59,21 +60,30 @@ class TorchRendezvous(StoreRendezvous):
         timeout_s: float,
         global_ranks: Sequence[int] = (),
         watch: Callable[[], None] = lambda: None,
+        unique: str = "",
+        board: Board | None = None,
     ) -> None:
-        """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``."""
-        numbers = tuple(global_ranks) or tuple(range(size))
-        ranks = f"{size} {blake2b(repr(numbers).encode(), digest_size=8).hexdigest()}"
-        with lost_store_errors(store):
-            own, self._limited, first = _with_own_connection(store, timeout_s, f"{ranks} {numbers[rank]}")
-        super().__init__(own, rank, size, timeout_s, numbers, watch)
-        self._errors = _errors(store)
-        self.owner = numbers.index(0) if self._errors.ranks and 0 in numbers else None
-        theirs, _, other = first.rpartition(" ")
-        if theirs not in ("", ranks):
-            self._raise_other_ranks(theirs, other)
+        """``store``: a ``PrefixStore`` of its own. For the other arguments see ``StoreRendezvous``.
 
-    def _raise_other_ranks(self, theirs: str, other: str) -> None:
-        """Raise a ``MismatchError``, on all ranks, since rank ``other`` makes this group of other ranks."""
+        ``unique``: a name that no other group has in any store, if all ranks know one. ``board``: where these ranks can
+        exchange values, too, in the memory of an older group.
+        """
+        numbers = tuple(global_ranks) or tuple(range(size))
+        self._ranks = f"{size} {blake2b(repr(numbers).encode(), digest_size=8).hexdigest()}"
+        text, self._is_compared = f"{self._ranks} {numbers[rank]}", board is None or not unique
+        with lost_store_errors(store):
+            own, self._limited, first = _with_own_connection(store, timeout_s, text, unique, self._is_compared)
+        super().__init__(own, rank, size, timeout_s, numbers, watch)
+        self._errors, self._board = _errors(store), board if isinstance(self._limited, _SharedStore) else None
+        self.is_near = self._board is not None and self._board.is_near
+        self.owner = numbers.index(0) if self._errors.ranks and 0 in numbers else None
+        self._compare_ranks(first)
+
+    def _compare_ranks(self, first: str) -> None:
+        """Raise a ``MismatchError`` on all ranks if a rank, with the text ``first``, makes a group of other ranks."""
+        theirs, _, other = first.rpartition(" ")
+        if theirs in ("", self._ranks):
+            return
         numbers, own = self._global_ranks, self._global_ranks[self.rank]
         size = theirs.split()[0]
         problem = f"the group has {self.size} ranks on rank {own} and {size} on rank {other}."
@@ -87,9 +97,17 @@ class TorchRendezvous(StoreRendezvous):
 
     def _have_arrived(self, keys: list[str]) -> bool:
         """Return whether the store has values for all keys. Some stores wait a moment for them."""
+        if not self._is_compared:
+            self._is_compared, text = True, f"{self._ranks} {self._global_ranks[self.rank]}"
+            self._compare_ranks(bytes(self._store.compare_set("ranks", b"", text.encode())).decode())
         if isinstance(self._limited, _SharedStore):
             return self._limited.have_arrived(keys, _WAIT_S)
         return bool(self._store.check(keys)) if self._limited is None else super()._have_arrived(keys)
+
+    def _exchanged(self, payload: bytes) -> list[bytes] | None:
+        if self._board is None or not isinstance(self._limited, _SharedStore):
+            return None
+        return self._board.exchange(f"{self._limited.prefix} {self._ranks} {self._calls}", payload)
 
     def _limit_waits(self, seconds: float) -> None:
         if self._limited is not None:
@@ -249,7 +267,7 @@ class _SharedStore:
     """
 
     def __init__(self, connection: _Connection, prefix: str, limit_s: float) -> None:
-        self.connection, self._prefix, self.limit_s = connection, f"/{prefix}", limit_s
+        self.connection, self.prefix, self.limit_s = connection, f"/{prefix}", limit_s
         self.answers_again = connection.answers_again
 
     def set(self, key: str, value: bytes) -> None:
@@ -286,7 +304,7 @@ class _SharedStore:
 
     def _run(self, kind: int, keys: Sequence[str], *given: bytes, counts: bool = False, **answer: Any) -> list[bytes]:
         """Send a request. For ``answer`` see ``_Connection.call``."""
-        texts = [*((self._prefix + key).encode() for key in keys), *given]
+        texts = [*((self.prefix + key).encode() for key in keys), *given]
         return self.connection.call(_request(kind, texts, counts), self.limit_s, **answer)
 
 
@@ -322,11 +340,14 @@ def _connection(base: Any, timeout_s: float) -> _Connection:
     return connection
 
 
-def _with_own_connection(store: Any, timeout_s: float, text: str) -> tuple[Any, _SharedStore | PeerStore | None, str]:
+def _with_own_connection(
+    store: Any, timeout_s: float, text: str, unique: str = "", compares: bool = True
+) -> tuple[Any, _SharedStore | PeerStore | None, str]:
     """Return a store for a rendezvous, if possible with a connection that the user does not use.
 
     The second result has the attribute ``limit_s``: how long an answer may take. It is ``None`` if that has no limit.
-    The third one is the ``text`` of the first rank, or "" if the store cannot tell it.
+    The third one is the ``text`` of the first rank, or "" if the store cannot tell it, or not ``compares``. For
+    ``unique`` see ``TorchRendezvous``.
 
     Calls on one connection run one after another, and a user's call may take minutes. If the store has ended, this
     function raises an error in less than ``timeout_s`` seconds. Calls of the returned store take at most ``timeout_s``
@@ -337,6 +358,9 @@ def _with_own_connection(store: Any, timeout_s: float, text: str) -> tuple[Any, 
     if isinstance(base, dist.TCPStore):
         with contextlib.suppress(EOFError):  # a later version of torch may send other requests
             connection = _connection(base, timeout_s)
+            if unique:
+                own = _SharedStore(connection, f"crossreduce/{unique}/", min(timeout_s, LIMIT_S))
+                return own, own, own.compare_set("ranks", b"", text.encode()).decode() if compares else ""
             first = bytes(store.compare_set("name", "", f"{secrets.token_hex(8)} {text}")).decode()
             name, _, text = first.partition(" ")  # all ranks get those of the first one
             own = _SharedStore(connection, f"crossreduce/{name}/", min(timeout_s, LIMIT_S))

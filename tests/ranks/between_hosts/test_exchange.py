@@ -245,15 +245,16 @@ def test_hosts_send_only_the_bytes_of_the_schedule():
     assert few == many <= 5 * 2.6 * 4000  # a piece has 4000 bytes
 
 
-def in_arrays(schedule, inputs, sizes, in_place):
+def in_arrays(schedule, inputs, sizes, in_place, copies=False):
     """Execute the program of an exchange that uses the arrays of its callers, as compiled code does, but the messages
-    of host 0 are read from memory some time after they were begun. Return the arrays, and the memory of each host."""
+    of host 0 are read from memory some time after they were begun. Return the arrays, and the memory of each host.
+    ``copies``: whether messages use copies of the arrays."""
     shared, peers = ThreadTransport(), tuple(range(len(schedule.devices)))
 
     def host(k):
         x = np.zeros(sum(sizes), "float32") if inputs[k] is None else inputs[k].copy()
         out = x if in_place else np.zeros_like(x)
-        program = exchange_program(lower(schedule), k, peers, sizes, SUM, arrays=(0, 1))
+        program = exchange_program(lower(schedule), k, peers, sizes, SUM, arrays=(0, 1), copies=copies)
         buffers = (x, out, np.zeros(program.nbytes, "uint8"))
         end, late, sends, receives = shared.at(k), ThreadPoolExecutor(1), [], []
 
@@ -266,6 +267,7 @@ def in_arrays(schedule, inputs, sizes, in_place):
 
         for each in itertools.chain(*piece_stages([program], 2, HostMessages((), (), (), b"", 0))):
             if isinstance(each, HostMessages):
+                assert not copies or {~one.at.region for one in (*each.sends, *each.receives)} <= {2}
                 receives += [end.receive(address(one.at), one.nbytes, one.rank, 7) for one in each.receives]
                 sends += [late.submit(send, one) for one in each.sends]
                 for message in receives[: each.received if each.received >= 0 else None]:
@@ -290,14 +292,15 @@ def test_an_exchange_may_use_the_arrays_of_the_caller(count):
         inputs = [draw.standard_normal(1001).astype("float32") if k == 0 else None for k in range(count)]
         mesh = Topology.full_mesh(names, gb_per_s=1, latency_s=1e-4)
         schedule = plan(mesh, "broadcast", 1 << 20, algorithm, root="cpu:0").schedule
-        for out, nbytes in in_arrays(schedule, inputs, sizes, in_place=True):
-            assert np.array_equal(out, inputs[0])
-            assert nbytes == 0 or count > 2  # the root may get back what it has sent
+        for copies in (False, True):
+            for out, nbytes in in_arrays(schedule, inputs, sizes, True, copies):
+                assert np.array_equal(out, inputs[0])
+                assert copies or nbytes == 0 or count > 2  # the root may get back what it has sent
     inputs, parts = [draw.integers(0, 9, 1001).astype("float32") for _ in names], all_reduced(count)
     schedules = [one_shot(names, names, names), *(planned(name, names, names) for name in ("direct", "ring"))]
-    for schedule, in_place in itertools.product(schedules, (False, True)):
+    for schedule, in_place, copies in itertools.product(schedules, (False, True), (False, True)):
         assert can_use_arrays(parts, lower(schedule), SUM)
-        for out, _ in in_arrays(schedule, inputs, sizes, in_place):
+        for out, _ in in_arrays(schedule, inputs, sizes, in_place, copies):
             assert np.array_equal(out, sum(inputs))
 
 

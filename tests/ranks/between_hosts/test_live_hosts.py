@@ -1,10 +1,13 @@
 """Ranks on simulated hosts, with a slow link, with a lost link, or with a host that vanishes."""
 
+import contextlib
 import itertools
 import os
+import random
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import namespaces
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from budget import count
 from members import Warnings
 from ranks import ranks
 
@@ -158,41 +162,99 @@ def test_gloo_does_not_use_a_loopback_address_between_hosts():
 
 
 def connections_in_use(rendezvous, bed, nbytes, size=2 * MIB):
-    """Sum arrays of two hosts, ``nbytes`` in all, ``size`` elements each. Return how many connections large messages
+    """Sum arrays of all hosts, ``nbytes`` in all, ``size`` elements each. Return how many connections large messages
     use then, and how many the two ranks have over the first and over the second interface."""
-    me = rendezvous.rank
+    me, hosts = rendezvous.rank, rendezvous.size
     namespaces.enter(bed.holders[me].pid)
-    with processes.join(me, 2, f"{bed.addresses[0]}:29500", timeout_s=60) as group:
+    with processes.join(me, hosts, f"{bed.addresses[0]}:29500", timeout_s=60) as group:
         x = np.arange(size, dtype=np.float32) % 1021
         for _ in range(nbytes // x.nbytes):
-            assert np.array_equal(group.all_reduce(x * 2**me), 3 * x)
+            assert np.array_equal(group.all_reduce(x * 2**me), (2**hosts - 1) * x)
         lines = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
         ours = [line.split() for line in lines.splitlines() if " 01 " in line]  # established
         over = [sum(each[1].split(":")[0].endswith(f"00{network}0A") for each in ours) for network in ("D5", "D6")]
-        lanes = group.communicator._own_transport.connections.lanes(1 - me)
+        connections = group.communicator._own_transport.connections
+        (lanes,) = {connections.lanes(rank) for rank in range(hosts) if rank != me}
         group.barrier()
     return lanes, over
 
 
+@contextlib.contextmanager
+def limited_connections(count):
+    """Yield hosts between which four connections are faster than one."""
+    with namespaces.hosts(count, rate="200mbit") as bed:
+        for a, b in itertools.combinations(range(count), 2):
+            bed.limit_connections(a, b, "50mbit", "200mbit")
+        yield bed
+
+
 @pytest.mark.parametrize(
-    ("limit", "size", "lanes"), [("of each connection", 2, 4), ("of each connection", 1, 4), ("of the link", 2, 1)]
+    ("limit", "hosts", "size", "lanes"),
+    [
+        ("of each connection", 2, 2, 4),
+        ("of each connection", 2, 1, 4),
+        ("of each connection", 3, 2, 4),
+        ("of the link", 2, 2, 1),
+        ("of the link", 3, 2, 1),
+    ],
 )
-def test_several_connections_are_used_where_they_are_faster(limit, size, lanes):
+def test_several_connections_are_used_where_they_are_faster(limit, hosts, size, lanes):
     """Ranks find out whether four connections are faster than one, with any calls whose messages use several: not if
     the link itself is what limits the rate. ``size``: of arrays, in units of 4 MiB."""
-    with namespaces.hosts(2, rate="200mbit") as bed:
-        if limit == "of each connection":
-            bed.limit_connections(0, 1, "50mbit", "200mbit")
-        environment = [{"CROSSREDUCE_SOCKETS": ""}] * 2
-        found = ranks(2, connections_in_use, bed, 48 * MIB, size * MIB, environment=environment)
-        assert [used for used, _ in found] == [lanes, lanes]
+    made = limited_connections if limit == "of each connection" else partial(namespaces.hosts, rate="200mbit")
+    with made(hosts) as bed:
+        environment = [{"CROSSREDUCE_SOCKETS": ""}] * hosts
+        # Of three hosts, each sends only 2/3 as much to each of the two others.
+        found = ranks(hosts, connections_in_use, bed, 48 * MIB * (hosts - 1), size * MIB, environment=environment)
+        assert [used for used, _ in found] == [lanes] * hosts
+
+
+def lost_in_a_trial(rendezvous, bed, folder):
+    """Sum arrays until another rank is lost. Return the ranks of the error, the seconds after which it was raised, and
+    whether the ranks left can shrink the group and get right sums."""
+    me, hosts, x = rendezvous.rank, rendezvous.size, np.arange(2 * MIB, dtype=np.float32) % 1021
+    namespaces.enter(bed.holders[me].pid)
+    group = processes.join(me, hosts, f"{bed.addresses[0]}:29500", timeout_s=30)
+    Path(folder, f"ready{me}").touch()
+    try:
+        while True:
+            group.all_reduce(x)
+    except PeerLostError as error:
+        lost, raised = error.ranks, time.monotonic()
+    with group.shrink() as left:
+        right = all(np.array_equal(left.all_reduce(x), left.size * x) for _ in range(3))
+    return lost, raised, right
+
+
+@pytest.mark.parametrize("seed", range(count(20, least=4)))
+def test_a_rank_that_is_killed_while_connections_are_compared_is_named(tmp_path, seed):
+    """If a rank is killed while others find out how many connections to use, they soon raise an error that names it,
+    and continue without it, on two and on three hosts."""
+    draw, killed, hosts = random.Random(seed), [], 2 + seed % 2
+    victim = draw.randrange(hosts)
+
+    def kill(pids):
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(hosts)):
+            time.sleep(0.01)
+        time.sleep(0.05 + draw.random() * 1.2)  # a comparison needs 8 MiB over one connection, and so more time
+        os.kill(pids[victim], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    environment = [{"CROSSREDUCE_SOCKETS": ""}] * hosts
+    with limited_connections(hosts) as bed:
+        found = ranks(hosts, lost_in_a_trial, bed, tmp_path, environment=environment, check=False, begun=kill)
+    for rank in range(hosts):
+        if rank != victim:
+            lost, raised, right = found[rank]
+            assert (lost, right) == ((victim,), True)
+            assert raised - killed[0] < 5
 
 
 def test_connections_are_spread_over_the_named_interfaces():
     """Every second one of four connections uses the second of two interfaces, if both are named."""
-    for rule, count in (("link", 2), ("=link0", 0)):
+    for rule, number in (("link", 2), ("=link0", 0)):
         with namespaces.hosts(2, rate="1gbit") as bed:
             bed.add_link(0, 1)
             environment = [{"CROSSREDUCE_IFNAME": rule, "CROSSREDUCE_SOCKETS": "4"}] * 2
             found = ranks(2, connections_in_use, bed, 8 * MIB, environment=environment)
-        assert [(lanes, over[1]) for lanes, over in found] == [(4, count), (4, count)]
+        assert [(lanes, over[1]) for lanes, over in found] == [(4, number), (4, number)]

@@ -55,7 +55,7 @@ def launched(n, *argv, timeout_s=120):
 
 @pytest.mark.parametrize(
     ("n", "hosts"),
-    [(3, "aba"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "aaa"), (8, "aaabbbbb")))],
+    [(3, "aba"), (3, "abc"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "aaa"), (8, "aaabbbbb")))],
 )
 def test_every_collective_of_numpy_arrays(n, hosts):
     """Under MPI, every collective, dtype and shape gives NumPy's results, on one host and on several simulated hosts.

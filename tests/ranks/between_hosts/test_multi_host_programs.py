@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from crossreduce.ranks.inter_host import compiled_calls, multi_host, two_level
 from crossreduce.ranks.inter_host.multi_host import MultiHostEngine
 from crossreduce.ranks.inter_host.two_level import host_names, host_parts
 from crossreduce.ranks.intra_host import programs
-from crossreduce.ranks.intra_host.instructions import HostMessages, RankInstruction, reduction_numbers
+from crossreduce.ranks.intra_host.instructions import HostCheck, HostMessages, RankInstruction, reduction_numbers
 from crossreduce.topology import Topology
 
 
@@ -184,6 +185,42 @@ def test_hosts_of_one_rank_copy_no_large_array(hosts, collective, monkeypatch):
         moves = [move for each in messages for move in (*each.sends, *each.receives)]
         ends.add(max((move.at.offset + move.nbytes for move in moves if ~move.at.region >= buffers), default=0))
     assert max(ends) <= (10 * two_level.ARRAY_PIECE_BYTES if "reduce" in collective else 0)
+
+
+@pytest.mark.parametrize("ends_at_once", [True, False])
+@pytest.mark.parametrize("collective", ["broadcast", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
+def test_hosts_of_one_rank_use_no_slots(collective, ends_at_once, monkeypatch):
+    """At any size, hosts of one rank read from the caller's arrays and write into them, and not before the calls were
+    compared. If the transport may access memory after its end, only first messages, which compiled code copies, are in
+    the caller's arrays. Others are in other memory, also those of later rounds."""
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled_calls, "native_program", stages_as_lists)
+    root = 1 if collective == "broadcast" else None
+    for count, size in itertools.product((2, 3), (16, 10_000, 1 << 15, 1 << 18, 1 << 22)):
+        numbers = copy_numbers("float32")
+        if "reduce" in collective:
+            numbers = reduction_numbers(ReduceOp.SUM, "float32", count)
+        buffers = {"broadcast": 1, "all_reduce": 2, "all_to_all": 2 * count}.get(collective, 1 + count)
+        hosts = tuple((k,) for k in range(count))
+        place = SimpleNamespace(host=(0,))
+        engine = MultiHostEngine(hosts, 0, place, None, (), lambda pending, _: pending, ends_at_once)
+        before, first, last = engine.compile(collective, size, numbers, root, b"").program[:3]
+        messages = [each for each in first if isinstance(each, HostMessages)]
+        is_eager = len(messages[0].sends + messages[0].receives) > 0
+        if is_eager and len(messages) > 1 and not ends_at_once:
+            continue  # such calls have later rounds, and use slots
+        assert (before, len(first), first[0].compared) == ([], 1, tuple(range(1, count)))
+        assert isinstance(last[0], HostCheck)
+        used, moved = set(), set()
+        for each in last[1:]:
+            if isinstance(each, HostMessages):
+                moved |= {~move.at.region for move in (*each.sends, *each.receives)}
+            else:
+                used |= {~place.region for place in (*each.operands, *each.results)}
+        assert min(used | moved, default=0) >= 0
+        assert used or moved or collective == "broadcast"
+        assert is_eager or size > 16
+        assert not moved or (min(moved) < buffers) == ends_at_once
 
 
 def test_pieces_fit_into_slots_of_real_size(monkeypatch):

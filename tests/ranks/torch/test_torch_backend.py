@@ -76,16 +76,18 @@ def test_a_repeated_call_runs_in_compiled_code(tmp_path):
 @pytest.mark.parametrize("end", ["wait", "get_future"])
 def test_tensors_refer_to_their_works_in_earlier_versions_of_torch(monkeypatch, end):
     """With torch 2.4 to 2.6 a work lives until it was waited for, also if only C++ code has it: functional collectives
-    would otherwise wait for ever, now and then. After that, no tensor refers to it."""
+    would otherwise wait for ever, now and then. After that, no tensor refers to it. A tensor can have several works."""
     monkeypatch.setattr(op_queue, "KEEPS_WORKS", True)
     group = crt.Group(dist.HashStore(), 0, 1, timedelta(seconds=20), "kept")
     x, parts = torch.ones(3), [torch.empty(3)]
     calls = {"allreduce": lambda: group.allreduce([x]), "allgather": lambda: group.allgather([parts], [x])}
     for tensor, call in zip((x, parts[0]), calls.values(), strict=True):
-        work = weakref.ref(call())
-        assert tensor.__dict__["_crossreduce_work"] is work()
-        getattr(work(), end)()
-        assert "_crossreduce_work" not in tensor.__dict__
+        works = [weakref.ref(call()) for _ in range(2)]
+        assert tensor.__dict__["_crossreduce_works"] == [work() for work in works]
+        getattr(works[0](), end)()
+        assert tensor.__dict__["_crossreduce_works"] == [works[1]()]
+        getattr(works[1](), end)()
+        assert not tensor.__dict__
     group.shutdown()
     with pytest.raises(
         ContextError, match="was destroyed"

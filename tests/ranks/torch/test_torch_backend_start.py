@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -35,10 +36,11 @@ from crossreduce.errors import (
     PeerLostError,
     ReductionError,
 )
-from crossreduce.ranks.intra_host import bootstrap
+from crossreduce.ranks.intra_host import board, bootstrap, votes
+from crossreduce.ranks.intra_host.board import Board
 from crossreduce.ranks.transports import gloo, tcp
 from crossreduce.torch import rendezvous
-from crossreduce.torch.rendezvous import TorchRendezvous
+from crossreduce.torch.rendezvous import _WAIT, TorchRendezvous, _SharedStore
 
 TIMEOUT_S = 2.0
 
@@ -123,6 +125,31 @@ def test_a_rank_that_dies_while_the_group_is_made(place, before, hosts):
     kind, text, lost = same(found)
     assert (kind, lost) == (CollectiveTimeout, (1,))
     assert text.startswith("rank 1 did not reach the rendezvous within 2 s.")
+    for rank in (0, 2):
+        *_, begun, raised = found[rank]
+        assert raised.seconds_since(begun) < TIMEOUT_S + 3
+
+
+def stops_with_the_memory(rank):
+    """Let rank 1 make the memory of its host, and stop when it has to send it."""
+    if rank == 1:
+        bootstrap._send = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+def test_a_rank_that_is_stopped_when_it_has_to_send_the_memory(place):
+    """If a rank is stopped when it has to send the memory of its host, all others raise the same CollectiveTimeout soon
+    after the timeout. It names that rank."""
+
+    def end(pids):
+        wait_until(lambda: all(not Path(f"/proc/{pids[rank]}/cmdline").read_bytes() for rank in (0, 2)))  # have ended
+        os.kill(pids[1], signal.SIGKILL)
+
+    environment = [{"CROSSREDUCE_HOST": host} for host in "aab"]
+    found = ranks(3, failure, place, stops_with_the_memory, environment=environment, check=False, begun=end)
+    assert same(found)[::2] == (CollectiveTimeout, (1,))
     for rank in (0, 2):
         *_, begun, raised = found[rank]
         assert raised.seconds_since(begun) < TIMEOUT_S + 3
@@ -231,6 +258,68 @@ def test_errors_of_subgroups_have_the_numbers_of_the_world(place):
         return error.value.ranks
 
     assert ranks(3, run) == [None, (2,), None]
+
+
+def makes_further_groups(rendezvous, place, missing, is_near):
+    """Make groups of all and of some ranks. On the ranks ``missing``, the memory of the first group gives no values.
+    Return whether this rank has waited at the store. ``is_near``: whether ranks may read each other's memory."""
+    begin(rendezvous, place, 60)
+    assert dist.group.WORLD.communicator.memory.reads_peers
+    dist.group.WORLD.communicator.memory.reads_peers = is_near
+    asked, run, exchange = [], _SharedStore._run, Board.exchange
+    board._PATIENCE_S = 60
+    if rendezvous.rank in missing:
+        Board.exchange = lambda *arguments: exchange(*arguments) and None
+    _SharedStore._run = lambda self, kind, *arguments, **answer: (
+        asked.append(kind) or run(self, kind, *arguments, **answer)
+    )
+    for members in ([0, 1, 2], [1, 2], [1, 2]):  # the last two have the same name
+        group = dist.group.WORLD.split_group(members, group_name=str(members))
+        if rendezvous.rank in members:
+            x = torch.tensor([2**rendezvous.rank])
+            dist.all_reduce(x, group=group)
+            assert x.item() == sum(2**rank for rank in members)
+            group.shutdown()
+    waited = _WAIT in asked
+    rendezvous.all_gather(b"")  # rank 0 may run the store
+    return waited
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+@pytest.mark.parametrize(("missing", "is_near"), [((), True), ((), False), ((0,), True), ((1, 2), False)])
+def test_a_further_group_on_one_host_is_made_in_memory(place, missing, is_near):
+    """Ranks that share the memory of the default group do not wait at the store to make a further group. If some ranks
+    find no values in the memory, only they do."""
+    found = ranks(3, makes_further_groups, place, missing, is_near)
+    assert found == [rank in missing for rank in range(3)]
+
+
+def lost_in_a_further_group(rendezvous, place, number):
+    """Lose rank 0, by a signal, when it has made the memory of a further group. Return the error's class and ranks."""
+    begin(rendezvous, place, 60)
+    opened = bootstrap._opened
+    if rendezvous.rank == 0:
+        votes.vote = lambda *_: os.kill(os.getpid(), number)
+    elif number == signal.SIGKILL:
+        bootstrap._opened = lambda *arguments: time.sleep(0.5) or opened(*arguments)
+    if rendezvous.rank == 1:
+        return None
+    with pytest.raises(CollectiveTimeout) as caught:
+        dist.new_group([0, 2, 3], timeout=timedelta(seconds=TIMEOUT_S))
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_with_the_memory_of_a_further_group_is_named(place, number):
+    """If the rank that has made the memory of a further group is killed or stopped, all others name it."""
+
+    def end(pids):
+        wait_until(lambda: all(not Path(f"/proc/{pids[rank]}/cmdline").read_bytes() for rank in (2, 3)))  # have ended
+        os.kill(pids[0], signal.SIGKILL)
+
+    found = ranks(4, lost_in_a_further_group, place, number, check=False, begun=end)
+    assert found[2:] == [(0,)] * 2
 
 
 def bad_threads():
@@ -521,7 +610,7 @@ def other_members(rendezvous, place):
         dist.new_group([0, 1] if own == 0 else [0, 2])
 
 
-@pytest.mark.parametrize("place", ["file"], indirect=True)
+@pytest.mark.parametrize("place", ["file", "tcp"], indirect=True)
 def test_a_group_of_other_ranks_is_noticed(place):
     """If two ranks make groups of different ranks, both raise a MismatchError. Without it, they would be one group."""
     ranks(3, other_members, place)

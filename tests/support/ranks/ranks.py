@@ -80,6 +80,8 @@ class Store:
 class SocketRendezvous:
     """A ``Rendezvous`` that uses a ``Store``. Groups with different names are independent of each other."""
 
+    is_near = False
+
     def __init__(self, path, rank, size, name="all", timeout_s=60.0):
         self.path, self.rank, self.size, self.name, self.timeout_s = path, rank, size, name, timeout_s
         self.calls, self.owner, self.watch = 0, None, lambda: None

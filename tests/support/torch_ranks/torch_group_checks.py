@@ -230,7 +230,8 @@ def tensors_that_wrap_others(c):
         (dist.send if c.rank else dist.recv)(own, 1 - c.rank)
         assert torch.equal(torch.stack([own.a, own.b]), every[1])
     pair = TwoTensor(torch.ones(3), torch.ones(3))
-    raises(ValueError, "rank 1 differs", dist.all_reduce, pair if c.rank == 1 else torch.ones(3))
+    for asynchronous in (False, True):  # after the error, the calls of the two parts do not run
+        raises(ValueError, "rank 1 differs", reduce_and_wait, pair if c.rank == 1 else torch.ones(3), asynchronous)
     assert torch.equal(pair.a, torch.ones(3))
     logged = torch.ones(3)
     dist.all_reduce(torch.Tensor._make_subclass(Logged, logged))

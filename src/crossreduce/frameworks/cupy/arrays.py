@@ -24,7 +24,7 @@ from ...ops import ALONG_AXIS, ELEMENTWISE, Numbers, ReduceOp
 from ...packing import Cut
 from ...values import IndexedSlices, TensorSpec
 from ..base import Array, Sparse, ThreadModes
-from ..numpy.arrays import DTYPES_BY_NAME, NumPy, index_error
+from ..numpy.arrays import DTYPES_BY_NAME, NumPy, divide_in_place, index_error
 
 _UFUNCS: Final[dict[ReduceOp, Any]] = {op: getattr(cupy, name) for op, name in ELEMENTWISE.items()}
 # CuPy 14 computes with the bfloat16 of ml_dtypes, whose type code is "E". CuPy 13 has no kernels for it.
@@ -58,7 +58,10 @@ def _require(devices: tuple[str, ...]) -> None:
 
 
 class CuPy(NumPy):
-    """The ``Framework`` of CuPy arrays. It inherits from ``NumPy`` the functions that are the same for CuPy."""
+    """The ``Framework`` of CuPy arrays. It inherits from ``NumPy`` the functions that are the same for CuPy.
+
+    NumPy's own functions call those of CuPy if their arguments are CuPy arrays.
+    """
 
     name = "cupy"
 
@@ -103,9 +106,7 @@ class CuPy(NumPy):
 
     def pack(self, xs: Sequence[Array]) -> Array:
         with xs[0].device:
-            if len(xs) == 1:
-                return xs[0].reshape(-1)
-            return cupy.concatenate([x.reshape(-1) for x in xs])
+            return xs[0].reshape(-1) if len(xs) == 1 else cupy.concatenate([x.reshape(-1) for x in xs])
 
     def combine(self, xs: Sequence[Array], numbers: Numbers, final: bool, donated: int) -> Array:
         ufunc, dtype = _UFUNCS[numbers.op], DTYPES_BY_NAME[numbers.accumulator]
@@ -115,34 +116,21 @@ class CuPy(NumPy):
                 ufunc(out, x, out=out, dtype=dtype)
             if final:
                 if numbers.divisor != 1:
-                    _divide_in_place(out, numbers.divisor)
+                    divide_in_place(out, numbers.divisor)
                 return out.astype(DTYPES_BY_NAME[numbers.result], copy=False)
         return out
 
     def finish(self, x: Array, numbers: Numbers) -> Array:
         with x.device:
-            if numbers.divisor != 1:
-                x = x.astype(DTYPES_BY_NAME[numbers.accumulator])
-                _divide_in_place(x, numbers.divisor)
-            return x.astype(DTYPES_BY_NAME[numbers.result], copy=False)
+            return super().finish(x, numbers)
 
     def times(self, x: Array, factor: float) -> Array:
         with x.device:
             return x * factor
 
     def unpack(self, parts: Sequence[Array], cuts: tuple[Cut, ...], fresh: bool) -> list[Array]:
-        if fresh and len(parts) == len(cuts) == 1:
-            return [parts[0].reshape(cuts[0][0])]
-        tensors = []
         with parts[0].device:
-            for shape, pieces in cuts:
-                if len(pieces) == 1:
-                    ((part, start, stop),) = pieces
-                    tensor = parts[part][start:stop].copy()
-                else:
-                    tensor = cupy.concatenate([parts[part][start:stop] for part, start, stop in pieces])
-                tensors.append(tensor.reshape(shape))
-        return tensors
+            return super().unpack(parts, cuts, fresh)
 
     def clone(self, x: Array) -> Array:
         with x.device:
@@ -150,9 +138,7 @@ class CuPy(NumPy):
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
         with xs[0].device:
-            if len({x.dtype for x in xs}) > 1 and all(x.dtype.kind in "iu" for x in xs):
-                xs = [x.astype(np.int64) for x in xs]  # CuPy would join int64 and uint64 to float64
-            return cupy.concatenate(xs, axis=axis)
+            return super().concat(xs, axis)
 
     def to_dense(self, sparse: Sparse, shape: tuple[int, ...], dtype: str) -> Array:
         with sparse.indices.device:
@@ -216,12 +202,6 @@ class CuPy(NumPy):
         dtype, reduce = DTYPES_BY_NAME[numbers.accumulator], getattr(cupy, ALONG_AXIS[ELEMENTWISE[op]])
         with x.device:  # CuPy's sums and products of small integers are int64, so they wrap around in the last step
             return reduce(x.astype(dtype, copy=False), axis).astype(dtype, copy=False)
-
-
-def _divide_in_place(x: Array, divisor: float) -> None:
-    """Divide in place and round once. So real and imaginary parts are divided separately, unlike in CuPy itself."""
-    for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
-        cupy.true_divide(part, divisor, out=part)
 
 
 FRAMEWORK = CuPy()

@@ -44,18 +44,19 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def numbers_of(op: ReduceOp, dtype: str, count: int) -> Numbers:
-    """Return how NumPy and CuPy compute an op over ``count`` components. A mean of integers is a float64."""
-    result = "float64" if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
+def numbers_of(op: ReduceOp, dtype: str, count: int, mean_of_integers: str = "float64") -> Numbers:
+    """Return how a framework computes an op over ``count`` components, given the dtype of its means of integers."""
+    is_mean = op is ReduceOp.MEAN
+    result = mean_of_integers if is_mean and dtype in INTEGERS else dtype
+    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if is_mean else 1)
 
 
 @lru_cache(maxsize=1024)
-def require_host(devices: tuple[str, ...], framework: str) -> None:
+def _require(devices: tuple[str, ...]) -> None:
     """Raise a ``DeviceError`` if a device is not a CPU device of this host."""
     for device in devices:
         if not device.startswith("cpu:"):
-            problem = f"{framework} arrays can only be on CPU devices of this host."
+            problem = "NumPy arrays can only be on CPU devices of this host."
             raise DeviceError.of(problem, device, '"cpu:0", "cpu:1", ...')
 
 
@@ -103,7 +104,7 @@ class NumPy:
         return None if shape_and_dtype is None else TensorSpec(shape_and_dtype[0], _name(shape_and_dtype[1]))
 
     def require(self, devices: tuple[str, ...]) -> None:
-        require_host(devices, "NumPy")
+        _require(devices)
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
         return numbers_of(op, dtype, count)
@@ -134,7 +135,7 @@ class NumPy:
                 ufunc(out, x, out=out)
             if final:
                 if numbers.divisor != 1:
-                    _divide(out, numbers.divisor)
+                    divide_in_place(out, numbers.divisor)
                 if numbers.result != numbers.accumulator:
                     return out.astype(DTYPES_BY_NAME[numbers.result])
         return out
@@ -143,7 +144,7 @@ class NumPy:
         with _no_float_warnings():
             if numbers.divisor != 1:
                 x = x.astype(DTYPES_BY_NAME[numbers.accumulator])
-                _divide(x, numbers.divisor)
+                divide_in_place(x, numbers.divisor)
             return x.astype(DTYPES_BY_NAME[numbers.result], copy=False)
 
     def times(self, x: Array, factor: float) -> Array:
@@ -167,7 +168,7 @@ class NumPy:
 
     def concat(self, xs: Sequence[Array], axis: int) -> Array:
         if len({x.dtype for x in xs}) > 1 and all(x.dtype.kind in "iu" for x in xs):
-            xs = [x.astype(np.int64) for x in xs]  # NumPy would join int64 and uint64 to float64
+            xs = [x.astype(np.int64) for x in xs]  # NumPy and CuPy would join int64 and uint64 to float64
         return np.concatenate(xs, axis=axis)
 
     def require_alike(self, xs: Sequence[Array], spec: TensorSpec) -> list[Array]:
@@ -246,8 +247,8 @@ def _no_float_warnings() -> np.errstate:
     return np.errstate(all="ignore")
 
 
-def _divide(x: Array, divisor: float) -> None:
-    """Divide in place and round once. So real and imaginary parts are divided separately, unlike in NumPy itself."""
+def divide_in_place(x: Array, divisor: float) -> None:
+    """Divide in place and round once: unlike NumPy and CuPy, divide real and imaginary parts separately."""
     parts = (x.real, x.imag) if x.dtype.kind == "c" else (x,)
     for part in parts:
         np.true_divide(part, divisor, out=part)

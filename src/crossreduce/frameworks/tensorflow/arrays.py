@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from ...devices import canonical, parse
 from ...errors import DeviceError, MismatchError, UnsupportedError, shown
-from ...ops import ACCUMULATORS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
-from ...packing import Cut, itemsize
+from ...ops import DTYPES, ELEMENTWISE, Numbers, ReduceOp
+from ...packing import Cut
 from ...values import IndexedSlices, TensorSpec
 from ..base import Array, Immutable, Sparse
-from ..numpy.arrays import index_error
+from ..numpy.arrays import index_error, numbers_of
 
 _RAW: Final = tf.raw_ops
 _in_tensorflow_2: Final = tf.compat.v1.executing_eagerly_outside_functions  # False in a graph of TensorFlow 1
@@ -36,15 +36,6 @@ _RAW_NAMES_OF_BOOLS: Final = {"minimum": "LogicalAnd", "maximum": "LogicalOr", "
 _ADDN: Final = 9
 _NAMES: Final[dict[Any, str]] = {tf.as_dtype(name): name for name in DTYPES}
 _DTYPES: Final[dict[str, Any]] = {name: dtype for dtype, name in _NAMES.items()}
-
-
-@lru_cache(maxsize=1024)
-def _numbers(op: ReduceOp, dtype: str, count: int) -> Numbers:
-    """Return how TensorFlow computes an op over ``count`` components."""
-    result = dtype
-    if op is ReduceOp.MEAN and dtype in INTEGERS:  # as in TensorFlow's true division
-        result = "float32" if itemsize(dtype) <= 2 else "float64"
-    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
 
 
 def _logical_devices() -> dict[str, str]:
@@ -195,7 +186,8 @@ class TensorFlow(Immutable):
                 _scope_in_graph(_physical_name(device))
 
     def numbers(self, op: ReduceOp, dtype: str, count: int) -> Numbers:
-        return _numbers(op, dtype, count)
+        # Means of integers have the dtype of TensorFlow's true division.
+        return numbers_of(op, dtype, count, "float32" if _DTYPES[dtype].size <= 2 else "float64")
 
     def to_device(self, x: Array, device: str) -> Array:
         there, here = _physical_name(device), x.device

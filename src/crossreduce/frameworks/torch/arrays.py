@@ -19,11 +19,11 @@ from torch.nn.parameter import is_lazy
 from ...devices import parse
 from ...errors import DeviceError, UnsupportedError, shown
 from ...kernels.overlap import overlaps
-from ...ops import ACCUMULATORS, ALONG_AXIS, DTYPES, ELEMENTWISE, INTEGERS, Numbers, ReduceOp
+from ...ops import ALONG_AXIS, DTYPES, ELEMENTWISE, Numbers, ReduceOp
 from ...packing import Cut
 from ...values import IndexedSlices, TensorSpec
 from ..base import Array, Sparse, ThreadModes
-from ..numpy.arrays import index_error
+from ..numpy.arrays import index_error, numbers_of
 
 _BINARY: Final[dict[ReduceOp, Any]] = {op: getattr(torch, name) for op, name in ELEMENTWISE.items()}
 _KINDS: Final = ("cuda", "xpu", "mps")
@@ -46,8 +46,7 @@ def _numbers(op: ReduceOp, dtype: str, count: int, default: Any) -> Numbers:
     if dtype in _WITHOUT_KERNELS:
         remedy = "cast to a signed integer that is wide enough, such as torch.int64"
         raise UnsupportedError.of(f"PyTorch cannot compute with {dtype}.", f"op {op.value}, dtype {dtype}", remedy)
-    result = _NAMES[default] if op is ReduceOp.MEAN and dtype in INTEGERS else dtype
-    return Numbers(op, dtype, ACCUMULATORS[op, dtype], result, count if op is ReduceOp.MEAN else 1)
+    return numbers_of(op, dtype, count, _NAMES[default])
 
 
 @lru_cache(maxsize=4096)

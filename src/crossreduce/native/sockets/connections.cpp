@@ -18,6 +18,7 @@
 namespace {
 
 constexpr size_t STAGED_NBYTES = 1 << 16;      // read at once beyond the end of a message
+constexpr size_t FIRST_NBYTES = 1 << 13;       // read at once between messages: the rest of a large one is not copied
 constexpr uint64_t MOST_EARLY_NBYTES = 1 << 20; // of a message that is read before it is expected
 constexpr size_t MOST_PARTS = 16;              // of one call to the system
 constexpr int LEAST_REPEATS = 2;               // a packet or its answer may be lost
@@ -78,9 +79,17 @@ int Connections::index_of(int rank) const {
     return -1;
 }
 
-std::shared_ptr<Message> Connections::send(int index, uint64_t tag, char *data, int64_t nbytes) {
-    const auto made = new_message(index, tag, data, nbytes);
+std::shared_ptr<Message> Connections::send(int index, uint64_t tag, char *data, int64_t nbytes, const std::string &head) {
+    const auto made = new_message(index, tag, data, nbytes + static_cast<int64_t>(head.size()));
     made->is_sent = true;
+    if (joins() && !head.empty()) {
+        made->joined.reserve(made->header.nbytes);
+        made->joined.assign(head.begin(), head.end());
+        made->joined.insert(made->joined.end(), data, data + nbytes);
+        made->data = made->joined.data();
+    } else {
+        made->head = head.data(), made->head_nbytes = head.size();
+    }
     const std::lock_guard<std::mutex> held(lock);
     Peer &peer = peers[static_cast<size_t>(index)];
     if (peer.state != State::done) {
@@ -149,12 +158,17 @@ void Connections::write_to(Peer &peer, Lane &lane) {
         iovec parts[MOST_PARTS];
         size_t count = 0;
         for (Part &each : lane.out) {
-            if (count + 2 > MOST_PARTS) break;
+            if (count + 3 > MOST_PARTS) break;
             if (each.moved < sizeof(MessageHeader))
                 parts[count++] = part(reinterpret_cast<char *>(&each.header) + each.moved, sizeof(MessageHeader) - each.moved);
-            const uint64_t moved = std::max<uint64_t>(each.moved, sizeof(MessageHeader)) - sizeof(MessageHeader);
-            if (const uint64_t left = each.header.follows() - moved; left > 0)
-                parts[count++] = part(each.message->data + each.header.offset + moved, left);
+            const Message &whole = *each.message;
+            const uint64_t end = each.header.offset + each.header.follows();
+            uint64_t at = each.header.offset + std::max<uint64_t>(each.moved, sizeof(MessageHeader)) - sizeof(MessageHeader);
+            if (at < std::min(end, whole.head_nbytes)) {
+                parts[count++] = part(const_cast<char *>(whole.head) + at, std::min(end, whole.head_nbytes) - at);
+                at = std::min(end, whole.head_nbytes);
+            }
+            if (at < end) parts[count++] = part(whole.data + (at - whole.head_nbytes), end - at);
         }
         msghdr message = {};
         message.msg_iov = parts;
@@ -258,7 +272,8 @@ void Connections::read_from(Peer &peer, Lane &lane) {
         lane.staged_begin = 0, lane.staged_end = kept;
         // Behind a part, or a large message, there is probably another one, which shall not be copied.
         const bool reads_large = lane.active && (lane.header.part != 0 || parts[0].iov_len >= STAGED_NBYTES);
-        parts[count++] = part(lane.staged.data() + kept, reads_large ? sizeof(MessageHeader) : room - kept);
+        const size_t beyond = reads_large ? sizeof(MessageHeader) : lane.active ? room : std::min(room, FIRST_NBYTES);
+        parts[count++] = part(lane.staged.data() + kept, reads_large ? beyond : beyond - kept);
         msghdr message = {};
         message.msg_iov = parts;
         message.msg_iovlen = count;

@@ -31,7 +31,10 @@ struct Message {
     enum class State { pending, done, lost, left, aborted };
     MessageHeader header;
     char *data;
-    uint64_t moved = 0; // bytes that are sent
+    const char *head = nullptr; // what is sent before the data
+    uint64_t head_nbytes = 0;
+    std::vector<char> joined; // both, if they must be in one place
+    uint64_t moved = 0;       // bytes that are sent
     int peer;           // index of the peer
     std::atomic<State> state{State::pending};
     bool is_sent = false;    // else it is received
@@ -56,8 +59,9 @@ class Connections {
 
     int index_of(int rank) const; // of a peer; -1: this rank is not connected to it
     int rank_of(int peer) const { return peers[static_cast<size_t>(peer)].rank; }
-    // Begin to send, or expect, a message. Its memory must stay valid until it is no longer pending.
-    std::shared_ptr<Message> send(int peer, uint64_t tag, char *data, int64_t nbytes);
+    // Begin to send, or expect, a message. Its memory must stay valid until it is no longer pending. `head`, also memory
+    // that must stay valid, is sent before the data, in the same message.
+    std::shared_ptr<Message> send(int peer, uint64_t tag, char *data, int64_t nbytes, const std::string &head = {});
     std::shared_ptr<Message> receive(int peer, uint64_t tag, char *data, int64_t nbytes);
     // Move messages until one is no longer pending, until a time of the monotonic clock, or until a signal comes.
     Message::State wait(Message &message, int64_t until_ns);
@@ -146,6 +150,7 @@ class Connections {
     // What `UcxConnections` does in another way, with the lock held
     virtual void begin_send(Peer &peer, const std::shared_ptr<Message> &message);
     virtual void begin_receive(Peer &peer, const std::shared_ptr<Message> &message);
+    virtual bool joins() const { return false; }   // whether a message must be in one place
     virtual void move();                           // what can be moved at once
     virtual short events(const Peer &peer, const Lane &lane) const; // of the socket, for which a wait must end
     virtual int descriptor() const { return -1; }  // another one at which a wait ends
@@ -174,5 +179,6 @@ class Connections {
 
     const bool measures;
     int waiters = 0;
+    std::atomic<bool> shares_cpu{true}; // whether another thread ran on the processor of a waiting one when it yielded last
     const std::thread::id maker = std::this_thread::get_id();
 };

@@ -12,11 +12,11 @@ constexpr uint64_t TAG = 0; // as in ranks/inter_host/multi_host.py
 
 } // namespace
 
-void HostExchange::start(int rank, char *data, int64_t nbytes, bool is_sent) {
+void HostExchange::start(int rank, char *data, int64_t nbytes, bool is_sent, const std::string &head) {
     const int peer = connections->index_of(rank);
     if (peer < 0) return; // a program has only ranks to which there are connections
     if (is_sent)
-        sends.messages.push_back(connections->send(peer, TAG, data, nbytes));
+        sends.messages.push_back(connections->send(peer, TAG, data, nbytes, head));
     else
         receives.messages.push_back(connections->receive(peer, TAG, data, nbytes));
 }
@@ -35,17 +35,24 @@ void HostExchange::begin(const HostMessages &messages, const SharedMemory::Addre
     std::memcpy(digest.data(), &first, sizeof first);
     sent.resize(messages.compared.size());
     received.resize(messages.compared.size());
+    // These messages begin before the others are expected, so that they arrive earlier.
+    for (size_t k = 0; k < messages.compared.size(); k++) {
+        const auto is_own = [&](const HostMessages::Part &part) { return part.rank == messages.compared[k]; };
+        const auto first = std::find_if(messages.sends.begin(), messages.sends.end(), is_own);
+        if (first != messages.sends.end() && std::none_of(first + 1, messages.sends.end(), is_own)) { // copies nothing
+            start(messages.compared[k], address(first->at), first->nbytes, true, digest);
+            continue;
+        }
+        sent[k].clear();
+        for (auto part = first; part != messages.sends.end(); part = std::find_if(part + 1, messages.sends.end(), is_own)) {
+            const char *at = address(part->at);
+            sent[k].insert(sent[k].end(), at, at + part->nbytes);
+        }
+        start(messages.compared[k], sent[k].data(), static_cast<int64_t>(sent[k].size()), true, digest);
+    }
     for (size_t k = 0; k < messages.compared.size(); k++) {
         received[k].resize(DIGEST_NBYTES + static_cast<size_t>(messages.room));
         start(messages.compared[k], received[k].data(), static_cast<int64_t>(received[k].size()), false);
-    }
-    for (size_t k = 0; k < messages.compared.size(); k++) {
-        sent[k].assign(digest.begin(), digest.end());
-        for (const HostMessages::Part &part : messages.sends) {
-            const char *at = address(part.at);
-            if (part.rank == messages.compared[k]) sent[k].insert(sent[k].end(), at, at + part.nbytes);
-        }
-        start(messages.compared[k], sent[k].data(), static_cast<int64_t>(sent[k].size()), true);
     }
 }
 

@@ -24,7 +24,7 @@ class HostExchange {
     };
 
     void begin(const HostMessages &messages, const SharedMemory::Address &address, uint64_t number);
-    void start(int rank, char *data, int64_t nbytes, bool is_sent);
+    void start(int rank, char *data, int64_t nbytes, bool is_sent, const std::string &head = {});
     bool is_complete(Begun &begun, long long count, int64_t until_ns);
     bool take(const HostMessages &messages, const SharedMemory::Address &address) const;
 

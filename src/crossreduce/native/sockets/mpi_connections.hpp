@@ -24,6 +24,7 @@ class MpiConnections final : public Connections {
   protected:
     void begin_send(Peer &peer, const std::shared_ptr<Message> &message) override { begin(peer, message, library.send); }
     void begin_receive(Peer &peer, const std::shared_ptr<Message> &message) override;
+    bool joins() const override { return true; }
     void move() override;
     short events(const Peer &, const Lane &) const override { return 0; } // there are no sockets
     int64_t longest_sleep() const override;

@@ -15,6 +15,7 @@
 namespace {
 
 constexpr uint64_t MOST_AWAITED = 1 << 17; // bytes
+constexpr int LOOKS = 4; // for data, before a thread that does not share its processor yields
 constexpr int64_t SHARED_WAIT_NS = 1000000; // of several threads that wait, one may move another one's message
 
 using State = Message::State;
@@ -85,13 +86,17 @@ Message::State Connections::wait(Message &message, int64_t until_ns) {
     const int64_t yield_until_ns = now_ns() + yield_ns(yields);
     std::unique_lock<std::mutex> held(lock);
     const Counted waiter(waiters);
-    while (true) {
+    for (int looks = 0;;) {
         move();
         const int64_t left = std::min(until_ns - now_ns(), longest_sleep());
         if (message.state != State::pending || until_ns <= now_ns()) break;
-        if (now_ns() < yield_until_ns) { // to wake a rank that sleeps takes longer than most small messages
+        const int64_t before = now_ns();
+        if (before < yield_until_ns) { // to wake a rank that sleeps takes longer than most small messages
             held.unlock();
-            sched_yield();
+            if (shares_cpu || ++looks % LOOKS == 0) {
+                sched_yield();
+                shares_cpu = now_ns() - before > SWITCH_NS;
+            }
             held.lock();
         } else if (!sleep(held, left, -1)) {
             break; // by a signal

@@ -45,6 +45,7 @@ class UcxConnections final : public Connections {
   protected:
     void begin_send(Peer &peer, const std::shared_ptr<Message> &message) override;
     void begin_receive(Peer &peer, const std::shared_ptr<Message> &message) override;
+    bool joins() const override { return true; }
     void move() override;
     short events(const Peer &peer, const Lane &lane) const override;
     int descriptor() const override { return ucx ? ucx->descriptor : -1; }

@@ -40,6 +40,7 @@ class CompiledCalls:
         digest: bytes,
         counted: tuple[int, int],
         text: bytes,
+        streaming: bool,
     ) -> RankExecutable:
         """Return the executable of a call.
 
@@ -52,12 +53,18 @@ class CompiledCalls:
           digest: see ``RankExecutable``.
           counted: the kind of the call, and its bytes; see ``native_program``.
           text: describes the call.
+          streaming: see ``piece_stages``.
         """
         full: list[list[RankInstruction | HostMessages | HostCheck]] = [list(stage) for stage in stages]
         compare = HostMessages((), (), compared, digest, EAGER_BYTES)
         if any(program.arrays for program in programs):
-            rounds = piece_stages(programs, buffers, compare, list(chain.from_iterable(stages)))
-            full = [[], [compare], list(chain.from_iterable(rounds))]
+            local = list(chain.from_iterable(stages))
+            if any(program.eager for program in programs):
+                first, *rest = message_rounds(programs, buffers, compared, digest)
+                full = [[], [first], [*local, *rest]]
+            else:
+                rounds = piece_stages(programs, buffers, compare, local, streaming)
+                full = [[], [compare], list(chain.from_iterable(rounds))]
         elif len(full) > 3:
             full[1] += [compare] if compared else []
             rounds = piece_stages(programs, buffers, compare) if programs else []
@@ -116,12 +123,16 @@ def message_rounds(
 
 
 def piece_stages(
-    programs: Sequence[ExchangeProgram], buffer: int, first: HostMessages, local: Sequence[RankInstruction] = ()
+    programs: Sequence[ExchangeProgram],
+    buffer: int,
+    first: HostMessages,
+    local: Sequence[RankInstruction] = (),
+    streaming: bool = False,
 ) -> list[list[RankInstruction | HostMessages]]:
     """Return the instructions of each stage of all exchanges of an op, in the order of ``exchange.run_stage``.
 
     ``buffer``: see ``message_rounds``. ``first``: compares the calls before. ``local``: executed while the first
-    messages of these stages are under way.
+    messages of these stages are under way. ``streaming``: whether copies of results use streaming stores.
 
     Memory from which messages are sent is not written before these are complete: what a stage has sent is complete
     lag - 1 stages later, before values combine, and before the receives of the next stage are posted. One stage more
@@ -154,13 +165,19 @@ def piece_stages(
     for stage in range(count):
         receives += () if only_moves else transfers(stage + 1, received)
         sends = transfers(stage, sent)
-        instructions: list[RankInstruction | HostMessages] = []
+        instructions: list[RankInstruction | HostMessages] = [
+            each
+            for at, program in numbered
+            for piece, r in program.active(stage)
+            for each in program.copied(r, at, False, piece)
+        ]
         if stage == 0 and local:
             instructions += [messages(sends, receives, 0), *local]
             sends = receives = ()
         instructions.append(messages(sends, receives, stage - lag + 2))
         for at, program in numbered:
             for piece, r in program.active(stage - lag + 1):
+                instructions += program.copied(r, at, True, piece, streaming)
                 instructions += program.combined(r, at, piece)
         stages.append(instructions)
         receives = ()

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from ... import kernels
 from ...lowering import Combination, DeviceProgram, Program
-from ...ops import Numbers
+from ...ops import Numbers, copy_numbers
 from ...packing import itemsize
 from ..failures.peer_errors import PeerDisconnected, PeerTimeout
 from ..intra_host.instructions import BufferReference, HostTransfer, RankInstruction, kernel
@@ -41,13 +41,15 @@ class PieceMemory(NamedTuple):
     ``places``: for each local value its offset in bytes, its size in bytes, and its number of elements. ``results_at``:
     the offset of the first chunk's result. The results of the other chunks follow in the order of the chunks.
     ``arrays``: if the exchange uses the caller's arrays (see ``ExchangeProgram.arrays``), for each value 0 or 1 if it
-    has its place in the piece of the first or the second one, or 2.
+    has its place in the piece of the first or the second one, or 2. ``copies``: for each value the offset of a copy,
+    which messages use in place of the caller's array, or -1; empty if there are none.
     """
 
     places: tuple[tuple[int, int, int], ...]
     results_at: int
     nbytes: int
     arrays: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
 
 
 class ExchangeProgram(NamedTuple):
@@ -85,7 +87,7 @@ class ExchangeProgram(NamedTuple):
         stage, places = self.part.stages[r], self.pieces[piece].places
         moves = stage.receives if received else stage.sends
         return tuple(
-            HostTransfer(self.peers[host], self._reference(piece, value, buffer), places[value][1])
+            HostTransfer(self.peers[host], self._copy(piece, value, buffer), places[value][1])
             for value, host in moves
             if places[value][1]
         )
@@ -103,6 +105,29 @@ class ExchangeProgram(NamedTuple):
             for result, operands, final in self.part.stages[r].combinations
             if places[result][1]
         ]
+
+    def copied(self, r: int, buffer: int, received: bool, piece: int, streaming: bool = False) -> list[RankInstruction]:
+        """Return what copies the values that round ``r`` of a piece sends, or has received: see ``PieceMemory``."""
+        stages, places, copies = self.part.stages, self.pieces[piece].places, self.pieces[piece].copies
+        arrived = {value for stage in stages for value, _ in stage.receives}
+        before = {value for stage in stages[:r] for value, _ in stage.sends} | arrived
+        moves = stages[r].receives if received else stages[r].sends
+        chosen = dict.fromkeys(value for value, _ in moves if received or value not in before)
+        made = []
+        for value in chosen:
+            if copies and copies[value] >= 0 and places[value][1]:
+                ends = self._reference(piece, value, buffer), self._copy(piece, value, buffer)
+                target, source = ends if received else ends[::-1]
+                using = copy_numbers(self.numbers.dtype)
+                made.append(RankInstruction(places[value][2], (source,), (target,), using, streaming and received))
+        return made
+
+    def _copy(self, piece: int, value: int, buffer: int) -> BufferReference:
+        """Return where messages have a value of a piece."""
+        copies = self.pieces[piece].copies
+        if not copies or copies[value] < 0:
+            return self._reference(piece, value, buffer)
+        return BufferReference(~buffer, self.partial_at(piece) + copies[value])
 
     def _reference(self, piece: int, value: int, buffer: int) -> BufferReference:
         """Return where a value of a piece is: in the memory, whose number is ``buffer``, or in a caller's array."""
@@ -139,19 +164,21 @@ def exchange_program(
     eager: bool = False,
     arrays: tuple[int, int] | None = None,
     lag: int = ROUND_LAG,
+    copies: bool = False,
 ) -> ExchangeProgram:
     """Return the program of host number ``host`` for an exchange between hosts.
 
     ``sizes``: the elements of each piece. ``program``: the lowered schedule. Its devices are the hosts, and all chunks
     must have the same sources and destinations. ``peers``, ``eager``, ``arrays``: see ``ExchangeProgram``. ``lag``: of
-    several pieces.
+    several pieces. ``copies``: whether messages use copies of the caller's arrays.
     """
     program.require_uniform()
     part = program.on(host)
     stages_late, lag = delay(program, len(sizes), lag), 1 if len(sizes) == 1 else lag
     # If this host is the only source, its partial result is already the result.
     has_results = program.chunks[0].sources == (host,)
-    pieces = tuple(_piece_memory(part, program, size, numbers, has_results, arrays is not None) for size in sizes)
+    given = part, program, numbers, has_results, arrays is not None, copies
+    pieces = tuple(_piece_memory(size, *given) for size in sizes)
     # The memory of a piece is used for stages_late + 2 stages: from the stage before its first one, which posts its
     # receives, to the one that completes it. When it is used again, its last sends are some stages old.
     window = min(len(sizes), stages_late + 2)
@@ -175,11 +202,12 @@ def exchange_program(
 
 @lru_cache(maxsize=4096)
 def _piece_memory(
-    part: DeviceProgram, program: Program, size: int, numbers: Numbers, has_results: bool, is_direct: bool
+    size: int, part: DeviceProgram, program: Program, numbers: Numbers, has_results: bool, is_direct: bool, copies: bool
 ) -> PieceMemory:
     """Return where the values are: the partial result, then results (none if ``has_results``), then other values.
 
-    ``is_direct``: whether the partial result and the results are in the caller's arrays.
+    ``is_direct``: whether the partial result and the results are in the caller's arrays. ``copies``: whether messages
+    use copies of them.
     """
     spans = program.spans(size)
     partial, result, header = partial_itemsize(numbers), itemsize(numbers.result), header_nbytes(numbers)
@@ -202,7 +230,15 @@ def _piece_memory(
             at += _rounded_to_lines(nbytes)
         places.append((place, nbytes, stop - start))
     arrays = [0 if value < len(spans) else 1 if value in kept else 2 for value in range(len(places))]
-    return PieceMemory(tuple(places), results_at, at, tuple(arrays) if is_direct else ())
+    if not is_direct:
+        return PieceMemory(tuple(places), results_at, at)
+    moved = {value for stage in part.stages for value, _ in (*stage.sends, *stage.receives)} if copies else set()
+    copied = [-1] * len(places)
+    for value in sorted(moved):
+        if arrays[value] != 2:
+            copied[value] = at
+            at += _rounded_to_lines(places[value][1])
+    return PieceMemory(tuple(places), results_at, at, tuple(arrays), tuple(copied) if moved else ())
 
 
 def _rounded_to_lines(nbytes: int) -> int:

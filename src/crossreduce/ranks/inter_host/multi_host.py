@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 from ...lowering import Program, forward_through_devices, lower, part_of
 from ...observe.counters import kind_and_bytes
@@ -92,7 +92,7 @@ class MultiHostEngine:
     ``hosts``: the ranks of each host. ``memory``: the shared memory of this rank's host. ``transport``: carries
     messages between hosts. ``lost``: the pairs of hosts without a link. ``watch``: if compiled code can exchange
     messages (see ``RankMemory.awaited``), a function that returns a message whose wait is recorded. ``ends_at_once``:
-    whether no memory is read or written any more when the transport was aborted.
+    whether messages may use the caller's arrays, since their memory is not used after an abort.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class MultiHostEngine:
         self.digest = b""  # of the last call
         self._exchanges: tuple[Exchange, ...] = ()  # the exchanges of the current op
         self.patience: Patience | None = None  # set only while the links are checked
-        self._watch, self._may_use_arrays = watch, ends_at_once and watch is not None and max(map(len, hosts)) == 1
+        self._watch, self._ends_at_once, self._is_alone = watch, ends_at_once, max(map(len, hosts)) == 1
         self._compiled, self._lag = CompiledCalls(), getattr(transport, "lag", ROUND_LAG)
         self.lose(lost)
 
@@ -157,42 +157,50 @@ class MultiHostEngine:
         smallest = min(most, SMALLEST_PIECE * (2 if numbers.exact else 1))
         compiled = self._watch is not None and not self.lost and not numbers.exact
         in_code = compiled and size * crossing <= min(PIECE_BYTES, fitting)
-        direct = compiled and self._may_use_arrays and not in_code and can_use_arrays(parts, between, numbers)
-        if direct:
-            smallest, most = array_pieces(parts, between, smallest, self.transport)
-        sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
 
-        def first_nbytes(leaders: int, leader: int) -> int:
-            """Return the bytes of a leader's partial results of the first piece. All hosts count the same parts."""
-            numbered = [stripe(len(part.arrays), leaders, leader, sizes[0], itemsize(numbers.dtype)) for part in parts]
+        def all_nbytes(leaders: int, leader: int) -> int:
+            """Return the bytes of a leader's partial results, if there is one piece. All hosts count the same parts."""
+            numbered = [stripe(len(part.arrays), leaders, leader, size, itemsize(numbers.dtype)) for part in parts]
             elements = sum(each.size for each, part in zip(numbered, parts, strict=True) if part.crosses)
             return elements * partial_itemsize(numbers) + len(between.chunks) * header_nbytes(numbers)
 
+        direct = compiled and self._is_alone and can_use_arrays(parts, between, numbers)
+        if direct and self._ends_at_once and not (in_code and all_nbytes(1, 0) <= EAGER_BYTES):
+            in_code = False
+            smallest, most = array_pieces(parts, between, smallest, self.transport)
+        sizes = (size,) if in_code else piece_sizes(size, crossing, smallest, most, delay(between, 2))
         # One message to each host: more of them take longer than their share of the data.
-        leaders = 1 if in_code and first_nbytes(1, 0) <= SMALL_BYTES else self.leaders
+        leaders = 1 if in_code and all_nbytes(1, 0) <= SMALL_BYTES else self.leaders
+        eager = len(sizes) == 1 and all_nbytes(leaders, self.leader or 0) <= EAGER_BYTES
+        # First messages do not use the caller's arrays after an abort, later ones may.
+        direct = direct and (self._ends_at_once or not eager or between.round_count == 1)
+        copies = direct and not eager and not self._ends_at_once
         exchanges = {}  # for each part in which this leader takes part, by the part's number
         if self.leader is not None and self.leader < leaders:
             order = [host_names(len(self.hosts)).index(name) for name in schedule.devices]  # the host of each device
-            eager = len(sizes) == 1 and first_nbytes(leaders, self.leader) <= EAGER_BYTES
             for p, part in enumerate(parts):
-                exchange = self._part_exchange(part, between, order, sizes, numbers, eager, leaders, direct)
-                if exchange is not None:
+                stripes = tuple(self._stripe(part, size, numbers, leaders).size for size in sizes)
+                buffers = (
+                    (part.arrays[0].input, part.arrays[0].output) if direct else None
+                )  # the only array of the part
+                how = stripes, numbers, eager, buffers, self._lag, copies
+                if part.crosses and (exchange := self._part_exchange(part, between, order, *how)) is not None:
                     exchanges[p] = exchange
         # Only what stays on a host needs other instructions, and these need no pieces.
         in_code, pieces = (True, (size,)) if direct else (in_code, sizes)
         depth = 2 if in_code else delay(between, len(sizes), self._lag) + 2
-        parts_here = self._local_parts(collective, pieces, numbers, root, exchanges, depth, leaders, in_code)
-        phases, deliveries, folds = parts_here
+        local = self._local_parts(collective, pieces, numbers, root, exchanges, depth, leaders, in_code)
+        phases, deliveries, folds = local
         stages = pipeline(len(pieces), phases, depth)
-        digest = _digest(text, f"{schedule.to_json()} {sizes} {in_code}")
         counted = kind_and_bytes(text, collective, numbers.dtype, size, sum(map(len, self.hosts)))
-        programs = tuple(exchanges.values())
+        digest, programs = _digest(text, f"{schedule.to_json()} {sizes} {in_code}"), tuple(exchanges.values())
         if not compiled:
-            program = native_program(stages, *counted)
-            return RankExecutable(program, len(stages), text, digest, programs, deliveries, folds=folds, prepared=False)
+            given = native_program(stages, *counted), len(stages), text, digest, programs, deliveries
+            return RankExecutable(*given, folds=folds, prepared=False)
         compared = tuple(self.neighbours) if self.leader is not None and self.leader < leaders else ()
         return self._compiled.executable(
-            stages, programs, buffer_count(parts, self.rank), deliveries, compared, digest, counted, text
+            *(stages, programs, buffer_count(parts, self.rank), deliveries, compared, digest, counted, text),
+            streaming=size * arrays * nbytes >= STREAMING_BYTES,
         )
 
     def _part_exchange(
@@ -200,24 +208,16 @@ class MultiHostEngine:
         part: HostPart,
         between: Program,
         order: list[int],
-        sizes: tuple[int, ...],
-        numbers: Numbers,
-        eager: bool,
-        leaders: int,
-        direct: bool,
+        *how: Any,
     ) -> ExchangeProgram | None:
         """Return the program by which this leader exchanges its stripe of a part's arrays with other hosts.
 
         Return ``None`` if the leader neither sends nor receives. ``order``: the host of each device of ``between``.
+        ``how``: the arguments of ``exchange_program`` from ``sizes`` on.
         """
-        if not part.crosses:
-            return None
         ends = (tuple(map(order.index, hosts)) for hosts in (part.sources, part.destinations))
-        stripes = tuple(self._stripe(part, size, numbers, leaders).size for size in sizes)
         peers = tuple(self.peers[host] for host in order)
-        arrays = (part.arrays[0].input, part.arrays[0].output) if direct else None  # the only one of the part
-        own = part_of(between, *ends), order.index(self.host)
-        program = exchange_program(*own, peers, stripes, numbers, eager, arrays, self._lag)
+        program = exchange_program(part_of(between, *ends), order.index(self.host), peers, *how)
         return program if any(stage.sends or stage.receives for stage in program.part.stages) else None
 
     def _stripe(self, part: HostPart, size: int, numbers: Numbers, leaders: int) -> Stripe:

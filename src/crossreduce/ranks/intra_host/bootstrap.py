@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from ... import kernels
-from ...errors import MismatchError, ReductionError, message, rank_list
+from ...errors import CollectiveTimeout, MismatchError, ReductionError, message, rank_list
 from ...observe.flight_recorder import version
 from ..transports.addresses import network_identity
 from ..transports.base import Rendezvous
@@ -34,7 +34,10 @@ _LOG: Final = logging.getLogger("crossreduce")
 _CREDENTIALS: Final = struct.Struct("3i")  # of the sender of a message: process, user, group
 _LEAST_HOSTS: Final = 8  # the shared memory is sized for at least this number of hosts
 _MOST_EARLY: Final = 16  # the ranks of a group for which memory is made before it is known that they are on one host
-_MEMORY_S: Final = 30.0  # how long a rank waits for the memory of another rank; it is sent at once
+_SEND_S: Final = 30.0  # how long the memory may take to be sent, if the buffer for this is full
+_SHARE: Final = (
+    0.9  # of the timeout: the wait for memory. Ranks of other hosts wait for this rank, and shall not name it.
+)
 _SLICE_S: Final = 0.05  # how often a rank that waits for it checks that the other rank has not ended
 _UNCHECKED: Final = 1 << 20  # bytes that a rank allocates without a check of the available memory, as any program does
 _NOEXEC: Final = 0x8  # MFD_NOEXEC_SEAL: some systems require it; Linux before 6.3 does not support it
@@ -97,8 +100,10 @@ def bootstrap(
     Raises:
       MismatchError: the ranks have different versions of crossreduce; raised on all ranks.
       ReductionError: this rank cannot allocate memory even for itself alone.
-      CollectiveTimeout: some ranks did not reach the rendezvous in time.
+      CollectiveTimeout: some ranks did not reach the rendezvous in time, or one did not send the memory.
     """
+    if rendezvous.is_near:
+        return _bootstrap_near(rendezvous, nbytes, global_ranks or range(rendezvous.size), first, value)
     rank, everyone, name, problem = rendezvous.rank, rendezvous.size, _new_name(), ""
     numbers = global_ranks or range(everyone)
     fd, sizes = -1, (0, 0)  # the memory of this rank's host, and for how many ranks and hosts this rank has made it
@@ -142,7 +147,13 @@ def bootstrap(
                     _send(sender, -1, receivers)  # so that they wait no longer
             try:
                 if source != rank and not problem:
-                    fd = _receive_memory(receiver, nbytes(len(ranks), most_hosts))
+                    limit_s = _SHARE * rendezvous.timeout_s
+                    fd = _receive_memory(receiver, nbytes(len(ranks), most_hosts), limit_s)
+            except TimeoutError:  # that rank is probably stopped
+                late = f"rank {numbers[source]} did not send the memory of its host within {limit_s:g} s."
+                remedy = f"continue rank {numbers[source]} if it was stopped; a longer timeout"
+                text = message(late, f"rank {numbers[rank]} waited", remedy)
+                raise CollectiveTimeout(text, [numbers[source]]) from None
             except OSError as error:
                 problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
             found = BootstrapResult(
@@ -152,6 +163,60 @@ def bootstrap(
         except BaseException:
             _close(fd)
             raise
+
+
+def _bootstrap_near(
+    rendezvous: Rendezvous,
+    nbytes: Callable[[int, int], int],
+    numbers: Sequence[int],
+    first: Callable[[int, int], Sequence[tuple[int, int]]] | None,
+    value: Any,
+) -> BootstrapResult:
+    """Do the same as ``bootstrap`` for ranks of which each may open what the others have opened.
+
+    Rank 0 makes the memory before it goes to the rendezvous, and the others open it in /proc.
+    """
+    rank, sizes, fd, problem, name = rendezvous.rank, (rendezvous.size, _LEAST_HOSTS), -1, "", ""
+    try:
+        if rank == 0:
+            try:
+                fd = _memory(nbytes(*sizes), first(*sizes) if first else ())
+                name = f"{os.getpid()}/fd/{fd} {os.fstat(fd).st_ino}"
+            except OSError as error:
+                problem = f"rank {numbers[rank]} could not share {nbytes(*sizes)} bytes: {error}"
+        own = _HostInfo(version(), 0, name, sorted(os.sched_getaffinity(0)), value)
+        received = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
+        _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
+        infos = [_HostInfo(*info) for info in received]
+        try:
+            if rank != 0:
+                fd = _opened(infos[0].name, nbytes(*sizes))
+        except OSError as error:
+            problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
+        ranks = tuple(range(rendezvous.size))
+        found = BootstrapResult(
+            (ranks,), ranks, fd, [each.cpus for each in infos], [each.value for each in infos], problem
+        )
+        return settled(found, rendezvous, nbytes, numbers) if problem else found
+    except BaseException:
+        _close(fd)
+        raise
+
+
+def _opened(name: str, nbytes: int) -> int:
+    """Return a file descriptor of the memory that another rank has made. ``name``: its path below /proc, and its inode.
+
+    Raise an ``OSError`` if it is not there: that rank has ended, or could not make it.
+    """
+    path, _, inode = name.partition(" ")
+    if not path:
+        raise OSError(errno.ENOMEM, "there is none")
+    fd = os.open(f"/proc/{path}", os.O_RDWR | os.O_CLOEXEC)
+    found = os.fstat(fd)
+    if (str(found.st_ino), found.st_uid) != (inode, os.getuid()) or found.st_size < nbytes:  # that rank has ended
+        os.close(fd)
+        raise OSError(errno.ESTALE, "it has been closed")
+    return fd
 
 
 def settled(
@@ -299,7 +364,7 @@ def _receive_only_from(sender: str, receiver: socket.socket) -> str:
 def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
     """Send the memory ``fd``, or, if this is -1, nothing, to the sockets ``names`` of other ranks."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
-    sender.settimeout(_MEMORY_S)  # its buffer may be full until some have read their message
+    sender.settimeout(_SEND_S)  # its buffer may be full until some have read their message
     failure: OSError | None = None
     for name in names:
         try:
@@ -310,17 +375,22 @@ def _send(sender: socket.socket, fd: int, names: Sequence[str]) -> None:
         raise failure
 
 
-def _receive_memory(receiver: socket.socket, nbytes: int) -> int:
-    """Return the file descriptor of the memory that another rank sends to this rank's receiver."""
+def _receive_memory(receiver: socket.socket, nbytes: int, limit_s: float) -> int:
+    """Return the file descriptor of the memory that another rank sends to this rank's receiver.
+
+    Raise a ``TimeoutError`` if it sends nothing within ``limit_s``, and another ``OSError`` if the memory is unusable.
+    """
     room = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_LEN(struct.calcsize("i"))
     receiver.settimeout(_SLICE_S)
-    until, has_ended = time.monotonic() + _MEMORY_S, False
+    until, has_ended = time.monotonic() + limit_s, False
     while True:
         with suppress(TimeoutError):
             _, parts, _, _ = receiver.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
             break
-        if has_ended or time.monotonic() > until:
-            raise TimeoutError("that rank has ended, or has sent nothing")
+        if has_ended:
+            raise ConnectionResetError("that rank has ended")
+        if time.monotonic() > until:
+            raise TimeoutError("the memory did not come")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:  # what was sent before the end is still read
             has_ended = other.connect_ex(receiver.getpeername()) != 0
     data_of = {kind: data for _, kind, data in parts}

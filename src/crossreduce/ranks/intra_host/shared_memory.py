@@ -9,6 +9,7 @@ process ends for any reason, so other ranks can detect this.
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -21,7 +22,7 @@ from ... import kernels
 from ...errors import ReductionError, UnsupportedError, decoded, encoded
 from ...observe.diagnostics import CallSignature
 from ...observe.liveness import LEFT, is_stopped, lock_holder
-from . import votes
+from . import board, votes
 from .registers import Registers
 
 with suppress(ImportError):  # Windows has no fcntl; there, ranks raise a BackendError before they need it
@@ -83,6 +84,7 @@ class RankMemory:
         # mmap duplicates the descriptor. Closing the copy would release this process's lock, so only ``close`` does so.
         offset = _registers_offset(len(host), slot)
         self._mapping = self._registers = None
+        self._turns, self.reads_peers = itertools.count(), False  # see ``Board``
         if os.fstat(fd).st_size >= votes.offset(offset + Registers.nbytes(len(host), size, hosts)) + votes.NBYTES:
             self._mapping = mmap.mmap(fd, os.fstat(fd).st_size - offset, offset=offset)
             self._registers = Registers(self._mapping, self.place, len(host), size, hosts)
@@ -131,6 +133,13 @@ class RankMemory:
     def vote(self, agrees: bool | None) -> bool | None:
         """Return whether all ranks of the host agree, the same on all, or ``None``. Call it once. See ``votes``."""
         return votes.vote(self._mapping, len(self.host), agrees) if self._mapping is not None else None
+
+    def board(self, ranks: Sequence[int]) -> board.Board | None:
+        """Return where ranks of this group can exchange values, or ``None`` if not all of them have room here."""
+        places = [self.host.index(rank) for rank in ranks if rank in self.host]
+        if self._mapping is None or len(places) < len(ranks) or max(places) >= board.MOST_RANKS:
+            return None
+        return board.Board(self._mapping, places, self.place, self._turns, self.reads_peers)
 
     def begin(self, program: Any, addresses: Sequence[int], text: bytes, until: int) -> int:
         """Begin the next op and execute the stages before ``until``. Return an outcome (see ``DONE``).

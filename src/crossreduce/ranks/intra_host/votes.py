@@ -10,11 +10,13 @@ import time
 from typing import Any, Final
 
 from ... import kernels
+from . import board
 
-NBYTES: Final = 4096  # of the memory, which is the end of that of a host
+NBYTES: Final = 4096 + board.NBYTES  # of the memory, which is the end of that of a host; a ``Board`` has the rest
 _PAGE: Final = 1 << 16  # the largest page of any system
 _PATIENCE_S: Final = 0.05
 _PAUSES_S: Final = (20e-6, 1e-3)  # between two reads of the memory, first and longest
+_GROWTH: Final = 1.3  # of these pauses
 _COUNT, _AGAINST, _ENDED = (1 << 32) - 1, 1 << 32, 1 << 33  # of a vote's word: the ranks that have come; flags
 
 
@@ -39,5 +41,5 @@ def vote(memory: Any, ranks: int, agrees: bool | None) -> bool | None:
             native.swap_word(memory, at, word, word | _ENDED)  # not if a rank has come just now
         else:
             time.sleep(pause)
-            pause = min(2 * pause, longest)
+            pause = min(_GROWTH * pause, longest)
     return None if word & _ENDED else not word & _AGAINST

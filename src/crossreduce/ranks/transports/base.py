@@ -27,6 +27,10 @@ class Rendezvous(Protocol):
 
     rank: int
     size: int
+    timeout_s: float
+    """How long this rank waits for others."""
+    is_near: bool
+    """Whether all ranks are on one host, and may read each other's memory, as they have found in an older group."""
     owner: int | None
     """The number in the group of the rank whose process serves the rendezvous; ``None`` if no rank does."""
     watch: Callable[[], None]

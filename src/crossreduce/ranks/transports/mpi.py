@@ -35,10 +35,11 @@ class MpiRendezvous:
     """Where the ranks of an MPI communicator meet. See ``base.Rendezvous``."""
 
     owner: int | None = None
+    is_near = False
 
     def __init__(self, comm: Any, timeout_s: float) -> None:
         """``comm``: a duplicate that no other code uses."""
-        self._comm, self._timeout_s = comm, timeout_s
+        self._comm, self.timeout_s = comm, timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._cause: bytes | None = None
         self.watch: Callable[[], None] = lambda: None
@@ -54,7 +55,7 @@ class MpiRendezvous:
         sends = {rank: self._comm.isend(payload, rank, _GATHER) for rank in others}
         payloads: dict[int, bytes] = {self.rank: payload}
         meanwhile()
-        deadline, pause = time.monotonic() + self._timeout_s, _SHORTEST_S
+        deadline, pause = time.monotonic() + self.timeout_s, _SHORTEST_S
         while missing := [rank for rank in others if rank not in payloads]:
             arrived = [rank for rank in missing if self._comm.iprobe(rank, _GATHER)]
             for rank in arrived:  # a rank's messages keep their order, so the next one belongs to this call
@@ -64,7 +65,7 @@ class MpiRendezvous:
                 raise decoded(cause)
             if not arrived and time.monotonic() > deadline:
                 UNFINISHED.extend(sends.values())
-                problem = f"{rank_list(missing)} did not reach the rendezvous within {self._timeout_s:g} s."
+                problem = f"{rank_list(missing)} did not reach the rendezvous within {self.timeout_s:g} s."
                 raise CollectiveTimeout(message(problem, remedy=_REMEDY), missing)
             pause = _SHORTEST_S if arrived else min(2 * pause, _LONGEST_S)
             time.sleep(pause)
@@ -73,7 +74,7 @@ class MpiRendezvous:
             while not send.test()[0]:
                 if time.monotonic() > deadline:
                     UNFINISHED.append(send)
-                    problem = f"rank {rank} did not receive a rendezvous message within {self._timeout_s:g} s."
+                    problem = f"rank {rank} did not receive a rendezvous message within {self.timeout_s:g} s."
                     raise CollectiveTimeout(message(problem, remedy=_REMEDY), [rank])
                 time.sleep(_SHORTEST_S)
         return [payloads[rank] for rank in range(self.size)]

@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Final, NamedTuple, NoReturn
 
 from ...errors import ArgumentError, shown
-from ..link_kinds import check_speeds, kind, nvlink
+from ..link_kinds import kind, nvlink
 from ..links import Link, Wiring
 from ..routes import is_connected
 
@@ -84,15 +84,12 @@ class _Gpu(NamedTuple):
     element: _Element
 
 
-def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
+def read_nccl_xml(text: str) -> Wiring:
     """Return the wiring in NCCL's ``<system version="1">`` or RCCL's ``version="2"``.
 
     PCIe links have the speed and width in the file. Where these are missing, as on some virtual machines, links have
     NCCL's default, x16 at 8 GT/s. Links between CPUs have the speed that NCCL assumes for their vendor and model.
 
-    Args:
-      text: the content of the file.
-      speeds: the speeds of NVLink, xGMI and PCIe: "raw" as specified, "effective" as NCCL and RCCL assume.
     Raises:
       ArgumentError: the text is not such XML, has no GPUs, or has no NVLink or xGMI although its GPUs always have them.
 
@@ -103,7 +100,6 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
     >>> [(link.src, link.dst, str(link.bandwidth)) for link in read_nccl_xml(text).links[::2]]
     [('cpu0', 'cuda:0', '63/2'), ('cpu0', 'cuda:1', '63/4')]
     """
-    check_speeds(speeds)
     system = _parse(text)
     if system.tag == "algo":
         system.refuse("this is a plan in MSCCL XML, not a topology.", "crossreduce verify FILE")
@@ -112,12 +108,12 @@ def read_nccl_xml(text: str, *, speeds: str = "raw") -> Wiring:
     cpus = _cpus(system)
     gpus = _gpus(system, cpus)
     devices = [gpu.name for gpu in gpus]
-    fast = _nvlinks(gpus, speeds)
+    fast = _nvlinks(gpus)
     if len(gpus) > 1 and not fast:
         _check_modules(gpus)
     links = list(fast.values())
     if not is_connected(devices, links):
-        links += [link for link in _pcie_links(cpus, gpus, speeds) if link[:2] not in fast]
+        links += [link for link in _pcie_links(cpus, gpus) if link[:2] not in fast]
     return Wiring.of(devices, links)
 
 
@@ -161,7 +157,7 @@ def _pci_devices(element: _Element) -> Iterator[_Element]:
         yield from _pci_devices(pci)
 
 
-def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
+def _nvlinks(gpus: list[_Gpu]) -> dict[tuple[str, str], Link]:
     """Return the links of NVLink and xGMI by (src, dst); parallel links are added up."""
     by_bus = {(gpu.cpu.host, gpu.pci.bus): gpu.name for gpu in gpus}
     links: dict[tuple[str, str], Link] = {}
@@ -182,7 +178,7 @@ def _nvlinks(gpus: list[_Gpu], speeds: str) -> dict[tuple[str, str], Link]:
                 entry.refuse(f"{problem}, so the file does not define the links between GPUs.")
             if peer:  # otherwise the peer is not in the file, since the job that wrote the file did not use this GPU
                 link_kind = kind(_kinds(gpu, entry)[peer == "nvswitch"])
-                for link in link_kind.between(gpu.name, peer, entry.integer("count"), speeds)[: 1 + both_ways]:
+                for link in link_kind.between(gpu.name, peer, entry.integer("count"), "raw")[: 1 + both_ways]:
                     parallel = links.get(link[:2])
                     links[link[:2]] = link._replace(bandwidth=link.bandwidth + (parallel.bandwidth if parallel else 0))
     return links
@@ -208,7 +204,7 @@ def _check_modules(gpus: list[_Gpu]) -> None:
             gpu.element.refuse(problem, f"{DUMP}; for a PCIe card, <pci> must have its device number")
 
 
-def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
+def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu]) -> list[Link]:
     """Return the links of PCIe, and those between the CPUs that have GPUs."""
     names = {id(gpu.pci): gpu.name for gpu in gpus}
     links: list[Link] = []
@@ -233,7 +229,7 @@ def _pcie_links(cpus: list[_Cpu], gpus: list[_Gpu], speeds: str) -> list[Link]:
 
     def connect(node: str, below: list[tuple[str, Fraction, str]]) -> None:
         for name, width, pcie in below:
-            links.extend(kind(pcie).between(node, name, width, speeds))
+            links.extend(kind(pcie).between(node, name, width, "raw"))
 
     for cpu in cpus:
         host = cpu.host  # for ``branch_of``

@@ -60,7 +60,7 @@ class TableOptions(NamedTuple):
     def cpu_links(self) -> tuple[Fraction, list[str]]:
         """Return the GB/s of the links between CPUs, and the assumption if they were not given."""
         if self.between_cpus is not None:
-            return _speed("between_cpus", self.between_cpus, "22"), []
+            return _speed(self.between_cpus), []
         assumed = kind("cpu-skylake").effective
         return assumed, [f"{_number(assumed)} GB/s between CPUs; --between-cpus sets it"]
 
@@ -68,13 +68,7 @@ class TableOptions(NamedTuple):
 NOT_STATED: Final = TableOptions()
 
 
-def read_nvidia_smi(
-    text: str,
-    options: TableOptions = NOT_STATED,
-    *,
-    nvlink_gb_per_s: float | Fraction | None = None,
-    nvlinks_per_gpu: int | None = None,
-) -> Wiring:
+def read_nvidia_smi(text: str, options: TableOptions = NOT_STATED) -> Wiring:
     """Return the wiring in the text of ``nvidia-smi topo -m``.
 
     The table does not distinguish NVLinks between GPUs from NVLinks to an NVSwitch: any two of 8 A100 have ``NV12``.
@@ -84,10 +78,8 @@ def read_nvidia_smi(
 
     Args:
       text: the output of the command. The output of ``nvidia-smi -L`` before it names the kind of GPU.
-      options: the kind of GPU, the speeds of PCIe and of links between CPUs, and the number of hosts.
-      nvlink_gb_per_s: the speed of one NVLink, in one direction. The default is that of the kind of GPU. If it is not
-        known, 25 is assumed, as on V100, A100 and H100.
-      nvlinks_per_gpu: the largest number of NVLinks of a GPU. The default is that of the kind of GPU, or 18.
+      options: the kind of GPU, the speeds of PCIe and of links between CPUs, and the number of hosts. If the kind is
+        not known, up to 18 NVLinks of 25 GB/s are assumed, as on H100.
     Raises:
       ArgumentError: the table is missing, truncated or inconsistent, or a parameter is invalid.
 
@@ -100,23 +92,19 @@ def read_nvidia_smi(
     >>> read_nvidia_smi(table).assumed
     ('4 NVLinks of 25 GB/s each between GPUs; --gpu sets it',)
     """
-    if nvlinks_per_gpu is not None and (type(nvlinks_per_gpu) is not int or nvlinks_per_gpu < 1):
-        raise ArgumentError.of("nvlinks_per_gpu must be a whole number of links above 0.", shown(nvlinks_per_gpu), "18")
-    speed = None if nvlink_gb_per_s is None else _speed("nvlink_gb_per_s", nvlink_gb_per_s, "25")
     table = read_table(text)
     gpu = options.kind_of_gpu(text)
     gpus = [name for name in table.names if GPU.fullmatch(name)]
     devices = [f"cuda:{int(name[3:])}" for name in gpus]
-    most = nvlinks_per_gpu or (18 if gpu is None else gpu.links)
+    most = 18 if gpu is None else gpu.links
     links, switches, largest = _nvlinks(devices, lambda i, j: _count(table, gpus[i], gpus[j]), most)
     _check_switches(table, gpus, links)
-    if gpu is not None and nvlinks_per_gpu is None and largest > most:
+    if gpu is not None and largest > most:
         given = f"{largest} NVLinks of one GPU in the table, gpu={gpu.name}"
         raise ArgumentError.of(f"a {gpu.name} has {most} NVLinks.", given, "another kind of GPU")
-    fast = _at_speed(links, gpu, speed)
+    fast = _at_speed(links, gpu)
     where = f"to {'NVSwitches' if switches > 1 else 'an NVSwitch'}" if switches else "between GPUs"
-    each = Fraction(25) if gpu is None and speed is None else Fraction(0)
-    assumed = [f"{largest} NVLinks of {each} GB/s each {where}; --gpu sets it"] if fast and each else []
+    assumed = [f"{largest} NVLinks of 25 GB/s each {where}; --gpu sets it"] if fast and gpu is None else []
     if gpu is not None and gpu.links and len(gpus) > 1 and not fast:
         assumed = [f"no NVLinks, as in the table; the {gpu.name} can have {gpu.links}"]
     others = [name for name in table.names if name not in gpus]
@@ -223,10 +211,10 @@ def _check_switches(table: Table, gpus: Sequence[str], links: Sequence[tuple[str
                 raise ArgumentError.of(problem, f"line {table.rows[a].line + 1}, the row of {a}", remedy)
 
 
-def _speed(what: str, value: object, example: str) -> Fraction:
+def _speed(value: object) -> Fraction:
     if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0.001 <= value <= 1e6:
         return Fraction(str(value))
-    raise ArgumentError.of(f"{what} must be a number of GB/s from 0.001 to 1000000.", shown(value), example)
+    raise ArgumentError.of("between_cpus must be a number of GB/s from 0.001 to 1000000.", shown(value), "22")
 
 
 def _number(value: Fraction) -> str:
@@ -322,8 +310,8 @@ def _nvlinks(
     return links, switches, largest
 
 
-def _at_speed(links: list[tuple[str, str, int]], gpu: GpuKind | None, speed: Fraction | None) -> list[Link]:
-    """Return NVLinks with the speed of the kind of GPU, or ``speed``, or 25 GB/s if neither is known."""
+def _at_speed(links: list[tuple[str, str, int]], gpu: GpuKind | None) -> list[Link]:
+    """Return NVLinks with the speed of the kind of GPU, or 25 GB/s if it is not known."""
     made: list[Link] = []
     for a, b, count in links:
         is_switched = b.startswith("nvswitch")
@@ -331,5 +319,5 @@ def _at_speed(links: list[tuple[str, str, int]], gpu: GpuKind | None, speed: Fra
             of_kind = kind("nvswitch1" if is_switched else "nvlink2")
         else:
             of_kind = kind(gpu.switched if is_switched else gpu.direct)
-        made += both_ways(a, b, count * (speed or of_kind.raw), of_kind.latency_s)
+        made += both_ways(a, b, count * of_kind.raw, of_kind.latency_s)
     return made
