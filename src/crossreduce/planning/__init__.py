@@ -3,7 +3,7 @@
 Input: a collective, devices, bytes, perhaps a topology and an algorithm. Output: a ``Plan`` or a ``Schedule`` that
 ``verify`` accepted. Planning depends on no array, file (unless it is given as the topology) or clock, so equal requests
 give equal schedules everywhere.
-``algorithms/equal_links.py`` plans without a topology; ``hierarchies.py``, ``algorithms/`` and ``forest.py`` with one.
+``algorithms/equal_links.py`` plans without a topology; ``algorithms/``, ``hierarchies.py`` and ``forest.py`` with one.
 """
 
 from .algorithms.equal_links import (

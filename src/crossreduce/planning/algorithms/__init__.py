@@ -1,1 +1,1 @@
-"""Algorithms with a line in ``planning.schedules.REGISTRY``, except those of ``optimal/``, one file per kind."""
+"""Algorithms without a search for trees: those for equal links, and rings and exchanges on a topology."""
