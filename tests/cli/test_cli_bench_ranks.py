@@ -205,7 +205,7 @@ def test_the_table_counts_hosts_as_the_ranks_do():
     ]
     out = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
-    assert " transport=ranks on 2 hosts\n" in out[0]
+    assert " transport=ranks on 2 hosts over tcp\n" in out[0]
 
 
 def exact_rank(rendezvous, text, folder):

@@ -109,7 +109,7 @@ def test_the_straggler_is_named(top, group_of):
         if one["rank"] != 2:
             assert (rates["waiting_for"], rates["waiting"] > 0.5) == (2, True)
     assert (code, error) == (0, "")
-    assert re.search(r'^group "slow", 4 ranks, op \d+$', out, re.MULTILINE)
+    assert re.search(r'^group "slow" of \S+( -c)? \(pid \d+\), 4 ranks, op \d+$', out, re.MULTILINE)
     assert re.search(r"^rank 2 keeps the others waiting: \d+ % of their time$", out, re.MULTILINE)
     assert re.search(rf"│ +0 │ +{pids[0]} │ .* │ +\d+ % │ +2 │$", out, re.MULTILINE), out
 

@@ -1,14 +1,19 @@
 """``crossreduce top`` without ranks: rates between two snapshots, the straggler, and tables that fit the terminal."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from crossreduce.cli.top.command import _print
+from crossreduce.cli.top.command import Wanted, _print
 from crossreduce.cli.top.group_rates import GroupRates, RankRates, Straggler, compare
 from crossreduce.observe.counters import CollectiveStats, WaitStats
 from crossreduce.observe.flight_recorder import Op
+from crossreduce.observe.liveness import is_started_by, program
 from crossreduce.observe.observer import GroupView, RankView
 
 
@@ -67,7 +72,13 @@ def test_waits_for_other_hosts():
 
 def shown(capsys, *views):
     """Return what ``top`` prints about the second of two views."""
-    _print(SimpleNamespace(problems=(), hidden=0), views[1:], [compare(*views)], None)
+    return printed(capsys, [views])
+
+
+def printed(capsys, pairs, wanted=None):
+    """Return what ``top`` prints about several groups, each a pair of views."""
+    rates = [compare(*pair) for pair in pairs]
+    _print(SimpleNamespace(problems=(), hidden=0), [pair[1] for pair in pairs], rates, wanted or Wanted())
     return capsys.readouterr().out
 
 
@@ -76,8 +87,9 @@ def shown(capsys, *views):
     [
         (160, 1, "rank pid state op call calls/s GB/s waiting for"),
         (115, 1, "rank pid state op call calls/s GB/s waiting for"),
-        (100, 1, "rank state op call calls/s GB/s waiting for"),
-        (80, 2, "rank state op calls/s GB/s waiting for between hosts"),
+        (100, 1, "rank pid state op calls/s GB/s waiting for"),
+        (80, 1, "rank pid state op calls/s GB/s waiting for"),
+        (80, 2, "rank pid state calls/s GB/s waiting for between hosts"),
         (50, 2, "rank state GB/s waiting for"),
     ],
 )
@@ -117,3 +129,41 @@ def test_a_group_whose_ranks_have_ended(capsys):
         ended = [view(now_s, "dead", "left", "dead", waits=NO_WAITS)._replace(cause=cause) for now_s in (1.0, 2.0)]
         assert shown(capsys, *ended).splitlines()[1] == line
     assert "ended" not in shown(capsys, *(view(now_s, "dead", "idle", "dead", waits=NO_WAITS) for now_s in (1.0, 2.0)))
+
+
+def test_active_groups_come_first_and_idle_ones_are_named(capsys):
+    """A group that makes calls comes first, then one that is broken. Groups without calls have no table, but are
+    counted and named with the program and process of their first rank. If all are idle, three have a table."""
+
+    def group(name, *states, calls=10, cause=None):
+        made = (view(now_s, *states, waits=NO_WAITS, calls=now_s * calls) for now_s in (1, 2))
+        return [each._replace(name=name, cause=cause, program=f"{name}.py") for each in made]
+
+    idle = ("idle", "idle", "idle")
+    quiet = [group(f"q{k}", *idle, calls=0) for k in range(7)]
+    busy, broken = group("busy", *idle), group("broken", "dead", "idle", "idle", calls=0, cause="rank 0 died.")
+    out = printed(capsys, [*quiet, broken, busy])
+    heads = [line for line in out.splitlines() if line.startswith("group")]
+    assert [re.match(r'group "(\w+)" of \1.py \(pid (\d+)\), 3 ranks', head)[1] for head in heads] == ["busy", "broken"]
+    named = ", ".join(f'"q{k}" of q{k}.py (pid 100)' for k in range(5))
+    assert f"7 more groups are idle (--pid PID shows one): {named}, and 2 more" in " ".join(out.split())
+    assert printed(capsys, quiet).count('group "q') == 3
+    assert printed(capsys, quiet, Wanted(pid=100)).count('group "q') == 7
+
+
+def test_programs_and_their_processes():
+    """A process is named by its script or module. ``--pid`` selects the groups of a process and of those below it."""
+    code = "import os, sys, time; print(os.getppid(), flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        try:
+            assert program(child.pid) == f"{Path(sys.executable).name} -c"
+            assert program(os.getpid()) not in ("", Path(sys.executable).name)
+            assert program(2**22 + 1) == ""
+            pids = (child.pid, os.getpid(), os.getppid(), 2**22 + 1)
+            assert [is_started_by(child.pid, pid) for pid in pids] == [True, True, True, False]
+            rank = view(1, *STATES, waits=NO_WAITS)
+            ours = rank._replace(ranks=(rank.ranks[0]._replace(pid=child.pid),))
+            assert [Wanted(pid=os.getpid()).includes(each) for each in (ours, rank)] == [True, False]
+        finally:
+            child.kill()

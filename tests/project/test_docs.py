@@ -213,6 +213,18 @@ def test_links_have_targets():
     assert not unused
 
 
+def test_pages_with_programs_tell_how_to_install():
+    """A page with a Python program has an install command, or a link to one. No page ends processes by their names,
+    since other programs of the user may have the same ones."""
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "_generated"]
+    texts = {path.name: path.read_text() for path in pages}
+    with_programs = {name: text for name, text in texts.items() if re.search(r"```(python|py|\{code-cell\})", text)}
+    assert len(with_programs) > 25
+    known = r"pip install|\]\([./]*start/index\.md#(install|ranks-of-pytorch)\)"
+    assert [name for name, text in with_programs.items() if not re.search(known, text)] == []
+    assert [name for name, text in texts.items() if re.search(r"\b(pkill|killall)\b", text)] == []
+
+
 def test_architecture_is_short_and_lists_what_exists():
     """ARCHITECTURE.md has at most 2,000 words and 40 terms. It names each folder, and only paths that exist."""
     text = (ROOT / "ARCHITECTURE.md").read_text()

@@ -148,8 +148,8 @@ def _say_unused_by_tuner(request: PlanRequest, granularity: float | None) -> Non
 
 
 def _write_tuner(file: Path, request: PlanRequest, measured: list[Path], *, as_json: bool) -> None:
-    """Write the file of NCCL's tuner plug-in, and print how many of its rows were measured."""
-    from ..export.formats.nccl_tuner import read_runs, to_nccl_tuner_csv
+    """Write the file of NCCL's tuner plug-in, and print where the times of its rows are from."""
+    from ..export.formats.nccl_tuner import SOURCES, counts_text, read_runs, to_nccl_tuner_csv
 
     times = read_runs([(str(path), _read_report(path)) for path in measured], request.topology)
     with atomic_file("FILE", file) as target, progress("modelling", 1):
@@ -157,12 +157,12 @@ def _write_tuner(file: Path, request: PlanRequest, measured: list[Path], *, as_j
         text = to_nccl_tuner_csv(request.topology, times)
         target.write_text(text, "utf-8")
     rows = [line for line in text.splitlines() if not line.startswith("#")]
-    count = text.count("\n# measured: ")
+    counts = {source: text.count(f"\n# {source}: ") for source in SOURCES}
     if as_json:
-        about = {"file": str(file), "rows": len(rows), "measured_rows": count, "modelled_rows": len(rows) - count}
+        about = {"file": str(file), "rows": len(rows), **{f"{source}_rows": counts[source] for source in SOURCES}}
         print(json_module.dumps(about | {"assumed": request.topology.assumed}, indent=2))
         return
-    print(f"{file}: {len(rows)} rows for {request.machine}, {count} of them measured, {len(rows) - count} modelled")
+    print(f"{file}: {len(rows)} rows for {request.machine}: {counts_text(counts)}")
     for assumption in request.topology.assumed:
         print(f"  assumed   {assumption}")
     print(f"  to use    NCCL_TUNER_PLUGIN=libnccl-tuner-example.so NCCL_TUNER_CONFIG_FILE={file}")

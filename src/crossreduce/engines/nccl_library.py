@@ -180,7 +180,7 @@ def _open() -> Nccl | str:
         try:
             nccl = Nccl(path, mode)
         except (OSError, AttributeError, BackendError) as error:
-            fault = f"{SONAME} cannot be opened: {' '.join(str(error).split())}"
+            fault = f"{SONAME} cannot be opened: {' '.join(str(error).split()).removeprefix(f'{SONAME}: ')}"
         else:
             return nccl if nccl.number >= OLDEST else f"NCCL {nccl.version} is older than 2.10"
     return fault

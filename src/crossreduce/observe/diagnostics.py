@@ -1,12 +1,14 @@
 """The texts of warnings and errors about ranks that are missing or whose calls differ.
 
 Input: the sequence number and the text of each rank's call, such as ``all_reduce sum float32[1024, 3]``. Output: texts.
-They do not depend on the rank that produces them, so all ranks can raise the same error.
+They do not depend on the rank that produces them, so all ranks can raise the same error (one names a helper of torch's
+libraries, where torch is loaded).
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -104,7 +106,8 @@ def mismatch_text(calls: Mapping[int, CallSignature], name: str) -> str:
     where = f'of group "{name}"' if numbers_differ else f'at op {usual.sequence} of group "{name}"'
     remedy = next((_REMEDIES[x] for x in aspects if x in _REMEDIES), f"the same {' and '.join(aspects)}")
     if aspects == ["shape"] and usual.text.startswith("all_gather"):
-        remedy = f"pad the arrays, or accelerate's gather_for_metrics, for {remedy}"
+        helper = ", or accelerate's gather_for_metrics," if "torch" in sys.modules else ""
+        remedy = f"pad the arrays{helper} for {remedy}"
     return message(
         f"{rank_list(differing)} {verb} from {rank_list(ranks_of[usual])} in {' and '.join(aspects)} {where}.",
         "; ".join(shown),

@@ -29,6 +29,30 @@ def lock_holder(fd: int, place: int) -> int | None:
     return None if kind == fcntl.F_UNLCK else pid
 
 
+def program(pid: int) -> str:
+    """Return the name of the script or module that a process runs, or "" if its command line cannot be read."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return ""
+    name, rest = Path(words[0]).name, words[1:]
+    if name.startswith("python"):
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+            rest = rest[2 if rest[0] in ("-W", "-X") else 1 :]
+        name = f"{name} -c" if rest[:1] == ["-c"] else Path([*rest[rest[:1] == ["-m"] :], name][0]).name
+    return name
+
+
+def is_started_by(pid: int, ancestor: int) -> bool:
+    """Return whether a process is ``ancestor``, or was started by it or by a process that it has started."""
+    while pid not in (0, ancestor):
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            return False
+    return pid == ancestor
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal. The result is ``False`` if its state cannot be read."""
     try:

@@ -20,10 +20,12 @@ from .. import kernels
 from ..errors import BackendError, decoded
 from .counters import CollectiveStats, WaitStats, rank_counts, total_of
 from .flight_recorder import Op, version
-from .liveness import LEFT, is_stopped, lock_holder
+from .liveness import LEFT, is_stopped, lock_holder, program
 
 _LINK: Final = "/memfd:crossreduce"
 _UNDESCRIBED: Final = errno.EAGAIN  # the ranks are still forming the group
+# The process has ended, or it has closed the memory, and perhaps opened a socket (ENXIO).
+_GONE: Final = (errno.ENOENT, errno.ESRCH, errno.ENXIO)
 _OTHER_LAYOUT: Final = (errno.EPROTO, errno.EINVAL)  # the memory is of another version
 
 
@@ -49,6 +51,7 @@ class GroupView(NamedTuple):
     """The ranks of a group on this host. ``cause``: the error that broke the group, or ``None`` if it can be used.
 
     ``now_s``: the time of the snapshot by ``time.monotonic``. ``key``: device and inode of the group's memory.
+    ``program``: the script or module that the first living rank runs, or "".
     """
 
     key: tuple[int, int]
@@ -60,6 +63,12 @@ class GroupView(NamedTuple):
     now_s: float
     cause: str | None
     ranks: tuple[RankView, ...]
+    program: str = ""
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the first living rank, or ``None``."""
+        return next((one.pid for one in self.ranks if one.pid is not None), None)
 
 
 class _Watched(NamedTuple):
@@ -127,7 +136,7 @@ class Observer:
             if number in _OTHER_LAYOUT:
                 text = f"a group of process {process} has memory of another version of crossreduce than {version()}"
                 return f"{text}, and cannot be read.  try: crossreduce top in the environment of that process"
-            if number not in (_UNDESCRIBED, errno.ENOENT, errno.ESRCH):
+            if number not in (_UNDESCRIBED, *_GONE):
                 return f"{link} cannot be read: {os.strerror(number or 0)}."
         finally:
             if fd >= 0:
@@ -217,4 +226,5 @@ def _group(key: tuple[int, int], watched: _Watched) -> GroupView:
     error = str(decoded(cause)) if cause else None
     name, token, made_by = (str(about.get(field)) for field in ("name", "token", "version"))
     size, hosts = int(about.get("size", len(ranks))), int(about.get("hosts", 1))
-    return GroupView(key, name, token, made_by, size, hosts, time.monotonic(), error, tuple(views))
+    view = GroupView(key, name, token, made_by, size, hosts, time.monotonic(), error, tuple(views))
+    return view if view.pid is None else view._replace(program=program(view.pid))

@@ -3,10 +3,18 @@
 Input: a collective, devices, bytes, perhaps a topology and an algorithm. Output: a ``Plan`` or a ``Schedule`` that
 ``verify`` accepted. Planning depends on no array, file (unless it is given as the topology) or clock, so equal requests
 give equal schedules everywhere.
-``algorithms.py`` plans without a topology; ``hierarchies.py``, ``rings.py`` and ``forest.py`` plan with one.
+``algorithms/equal_links.py`` plans without a topology; ``algorithms/``, ``hierarchies.py`` and ``forest.py`` with one.
 """
 
-from .algorithms import direct, halving_doubling, hierarchical_copy, one_device, one_shot, recursive_doubling, ring
+from .algorithms.equal_links import (
+    direct,
+    halving_doubling,
+    hierarchical_copy,
+    one_device,
+    one_shot,
+    recursive_doubling,
+    ring,
+)
 from .groups.groups import GroupsPlan, mesh_groups, plan_groups
 from .groups.groups_bound import GroupNeed, GroupsBound, RateLevel
 from .groups.separate_plans import SeparatePlans

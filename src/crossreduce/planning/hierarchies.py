@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from ..schedule import Schedule
 from ..topology import Topology
-from .algorithms import hierarchical_copy_schedule, one_device_schedule
+from .algorithms.equal_links import hierarchical_copy_schedule, one_device_schedule
 from .optimal.trees.tree_schedule import Tree, TreeShare, trees_to_schedule
 from .requests import Request
 

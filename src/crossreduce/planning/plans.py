@@ -19,7 +19,7 @@ from ..packing import MOST_PACKS
 from ..schedule import Costs, Schedule, Simulation, costs_of, fluid_rate, simulate
 from ..schedule.schedule import many
 from ..topology import Topology, TopologyLike, byte_count, topology_of
-from .algorithms import hierarchical_copy_schedule
+from .algorithms.equal_links import hierarchical_copy_schedule
 from .optimal.bound import bound_of_members
 from .optimal.bounds.certificate import COLLECTIVES, Bound
 from .optimal.bounds.tight_cuts import limited_by

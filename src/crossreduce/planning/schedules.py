@@ -21,7 +21,7 @@ from ..schedule import Pieces, Schedule, fastest_of, verify
 from ..schedule.host_queues import queues
 from ..schedule.schedule import many
 from ..topology import Topology
-from . import algorithms
+from .algorithms import equal_links
 from .requests import NO_MORE, Request, collective_between
 from .topologies import add_routes, reachable_nodes, require_routes, reversed_topology
 
@@ -70,7 +70,7 @@ def _single_schedule(planner: Callable[[Request], Schedule]) -> Callable[[Reques
 
 def _hierarchical_copy(request: Request) -> list[Schedule]:
     if request.topology is None:
-        return [algorithms.hierarchical_copy_schedule(request)]
+        return [equal_links.hierarchical_copy_schedule(request)]
     from .hierarchies import hierarchies
 
     return hierarchies(request.topology, request)
@@ -78,8 +78,8 @@ def _hierarchical_copy(request: Request) -> list[Schedule]:
 
 def _ring(request: Request) -> list[Schedule]:
     if request.topology is None:
-        return [algorithms.ring_schedule(request)]
-    from .rings import parallel_rings
+        return [equal_links.ring_schedule(request)]
+    from .algorithms.rings import parallel_rings
 
     return [parallel_rings(request.topology, request)]
 
@@ -96,16 +96,16 @@ def _direct(request: Request) -> list[Schedule]:
         generated = symmetric_direct(request)
         if generated is not None:
             return [generated]
-    schedules = [algorithms.direct_schedule(request)]
+    schedules = [equal_links.direct_schedule(request)]
     if request.topology is not None and len(request.destinations) == 1 and len(request.members) > 2:
-        schedules.append(algorithms.direct_schedule(request, request.members))
+        schedules.append(equal_links.direct_schedule(request, request.members))
     return schedules
 
 
 def _one_shot(request: Request) -> list[Schedule]:
     if request.topology is None:
-        return [algorithms.one_shot_schedule(request)]
-    from .exchanges import exchanges
+        return [equal_links.one_shot_schedule(request)]
+    from .algorithms.exchanges import exchanges
 
     return exchanges(request.topology, request)
 
@@ -118,16 +118,18 @@ def _forest(request: Request) -> list[Schedule]:
 
 REGISTRY: Final[dict[str, Algorithm]] = {
     "one_device": Algorithm(
-        _single_schedule(algorithms.one_device_schedule), algorithms.one_device, has_root=True, most_devices=None
+        _single_schedule(equal_links.one_device_schedule), equal_links.one_device, has_root=True, most_devices=None
     ),
-    "hierarchical_copy": Algorithm(_hierarchical_copy, algorithms.hierarchical_copy, has_root=True, most_devices=None),
-    "ring": Algorithm(_ring, algorithms.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
-    "halving_doubling": Algorithm(_single_schedule(algorithms.halving_doubling_schedule), algorithms.halving_doubling),
+    "hierarchical_copy": Algorithm(_hierarchical_copy, equal_links.hierarchical_copy, has_root=True, most_devices=None),
+    "ring": Algorithm(_ring, equal_links.ring, scatter=(1, 1)),  # device k is then the first to complete chunk k
+    "halving_doubling": Algorithm(
+        _single_schedule(equal_links.halving_doubling_schedule), equal_links.halving_doubling
+    ),
     "recursive_doubling": Algorithm(
-        _single_schedule(algorithms.recursive_doubling_schedule), algorithms.recursive_doubling
+        _single_schedule(equal_links.recursive_doubling_schedule), equal_links.recursive_doubling
     ),
-    "direct": Algorithm(_direct, algorithms.direct, scatter=(1, 0)),
-    "one_shot": Algorithm(_one_shot, algorithms.one_shot),
+    "direct": Algorithm(_direct, equal_links.direct, scatter=(1, 0)),
+    "one_shot": Algorithm(_one_shot, equal_links.one_shot),
     "forest": Algorithm(_forest, None, scatter=None, most_devices=FOREST_DEVICES),
 }
 
@@ -231,7 +233,7 @@ def _faster_with_one_shot(request: Request, best: Pieces) -> Pieces:
     suits = n > _MOST_LISTED and n * (n - 1) <= _MOST_TRANSFERS and n * request.nbytes <= _SMALL_BYTES
     if topology is None or request.collective != "all_reduce" or request.root is not None or not suits:
         return best
-    schedule = algorithms.one_shot_schedule(request._replace(algorithm="one_shot"))
+    schedule = equal_links.one_shot_schedule(request._replace(algorithm="one_shot"))
     # The estimate adds the time in which a host queues its operations, the longest latency and the busiest link's time.
     queued = queues(schedule, request.costs.operation_s).values()
     operations_s = max((cost for queue in queued for _, cost in queue.launches), default=0.0)
@@ -318,7 +320,7 @@ def _schedules(request: Request) -> list[Schedule]:
         raise PlanError.of(problem, f"root={request.root}", f"no root, or an algorithm with roots: {rooted}")
     if entry.scatter is None or request.collective not in ("reduce_scatter", "all_gather"):
         return entry.schedules(request)
-    from .scatter_and_gather import all_gather, reduce_scatter
+    from .algorithms.scatter_and_gather import all_gather, reduce_scatter
 
     if request.collective == "all_gather":  # it is a reduce-scatter backwards, over the links backwards
         backwards = request.topology and reversed_topology(request.topology)

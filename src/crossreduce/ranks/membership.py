@@ -156,7 +156,7 @@ class JoinedHost:
         if a rank dies, the rendezvous of the others times out with an error that names that rank.
         """
         hosts = self.members.hosts
-        name = agreed([peer.offer for peer in self.members.peers], self.members.global_ranks)
+        self.links.transport = name = agreed([peer.offer for peer in self.members.peers], self.members.global_ranks)
         results: Queue[Transport | Exception] = Queue()
         cancelled, deadline = threading.Event(), time.monotonic() + timeout_s
 

@@ -14,7 +14,7 @@ from strategies import ALGORITHMS, NAMED, algorithms, names, wired
 import crossreduce as cr
 from crossreduce import Link, Topology, simulate, verify
 from crossreduce.planning import PLANNERS, hierarchical_copy
-from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
+from crossreduce.planning.algorithms.scatter_and_gather import all_gather, reduce_scatter
 from crossreduce.planning.topologies import reversed_topology
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import crossreduce as cr
 from crossreduce.planning import Request
-from crossreduce.planning.exchanges import exchanges
+from crossreduce.planning.algorithms.exchanges import exchanges
 from crossreduce.schedule import pipelined
 
 FREE = cr.Costs(operation_s=0)

@@ -203,13 +203,7 @@ def test_the_root_of_a_reduce_or_broadcast_is_the_best():
         assert ends(cr.plan(star, "broadcast", 8, root=root), "broadcast") == ((root,), star.devices)
 
 
-BY_WAY = pytest.mark.xfail(strict=True, reason="one_device copies through the first destination, and back")
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(name, marks=[BY_WAY] if name == "one_device" else []) for name in NAMED if name != "direct"],
-)
+@pytest.mark.parametrize("algorithm", [name for name in NAMED if name != "direct"])
 def test_a_broadcast_sends_nothing_back(algorithm):
     """In a broadcast, nothing is sent to the root, and each other device receives each chunk once.
 

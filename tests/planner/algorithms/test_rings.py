@@ -13,7 +13,7 @@ from strategies import names, wired
 
 from crossreduce import Link, Topology, simulate, verify
 from crossreduce.planning import Request, ring
-from crossreduce.planning.rings import parallel_rings, ring_orders
+from crossreduce.planning.algorithms.rings import parallel_rings, ring_orders
 from crossreduce.topology.machines import machine_names
 
 

@@ -1,6 +1,8 @@
 """The CSV for NCCL's tuner plug-in: read by the plug-in's rules, modelled rows, measured rows, and invalid reports."""
 
 import json
+import re
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -260,7 +262,7 @@ def test_assumed_speeds_are_in_the_file(tmp_path):
     (assumed,) = [line for line in lines if line.startswith("# assumed: ")]
     assert assumed.startswith("# assumed: 18 NVLinks of 25 GB/s each")
     rows = plugin_rows("\n".join(lines))
-    assert f"# Rows: 0 measured, {len(rows)} modelled, with the assumed speeds." in lines
+    assert f"# Rows: 0 with a measured size, {len(rows)} modelled, with the assumed speeds." in lines
     assert not any("assumed" in line for line in to_nccl_tuner_csv(HGX).splitlines())
     content = json.loads(topology.to_json())
     content["assumed"] = ["\u00e4" * 300, "one\nallreduce,0,9,tree,ll,1,1,2,-1,-1"]
@@ -271,8 +273,9 @@ def test_assumed_speeds_are_in_the_file(tmp_path):
 
 
 def test_measured_times_decide_and_rows_say_so():
-    """Of measured algorithms, the fastest is chosen, also NVLS. Each row is marked. Where NCCL does not offer NVLS, the
-    measured ring follows. CollNet gets as many channels as the host has network links, since NCCL does not limit it."""
+    """Of measured algorithms, the fastest is chosen, also NVLS. Only times of measured sizes are marked as measured,
+    and times between them as interpolated. Where NCCL does not offer NVLS, the measured ring follows. CollNet gets as
+    many channels as the host has network links, since NCCL does not limit it."""
     ring = report(HGX, {1024: 30, 1 << 20: 60, 1 << 26: 400})
     nvls = report(HGX, {1024: 40, 1 << 20: 50, 1 << 26: 300}, env=("NCCL_ALGO=allreduce:nvls", "NCCL_PROTO=SIMPLE"))
     text = to_nccl_tuner_csv(HGX, read_runs([("a", ring), ("b", nvls)], HGX))
@@ -281,9 +284,17 @@ def test_measured_times_decide_and_rows_say_so():
         assert choice(rows, "allreduce", nbytes) == (expected, "simple")
     lines = text.splitlines()
     marks = {line: lines[k - 1].split(":")[0] for k, line in enumerate(lines) if not line.startswith("#")}
-    measured = [line for line, mark in marks.items() if mark == "# measured"]
-    assert measured
-    assert all(line.startswith("allreduce,") for line in measured)
+    found = [
+        (source, float(us), int(nbytes))
+        for source, us, nbytes in re.findall(r"# (\w+): (\S+) us for (\d+) bytes\n(?=allreduce)", text)
+    ]
+    known = {(30, 1024), (40, 1024), (60, 1 << 20), (50, 1 << 20), (400, 1 << 26), (300, 1 << 26)}
+    assert {each[1:] for each in found if each[0] == "measured"} <= known
+    assert {each[2] for each in found if each[0] == "interpolated"}.isdisjoint({1024, 1 << 20, 1 << 26})
+    counts = Counter(each[0] for each in found)
+    assert set(counts) == {"measured", "interpolated", "extrapolated", "modelled"}
+    words = "# Rows: {measured} with a measured size, {interpolated} interpolated, {extrapolated} extrapolated, "
+    assert words.format(**counts) in text
     assert {mark for line, mark in marks.items() if line.startswith("allgather")} == {"# modelled"}
     assert call(rows, "allreduce", 1 << 26, 1, 8, lambda algorithm, _: algorithm == "ring")[0] == "ring"
     two = cr.Topology.machine("hgx-h100", 2)
@@ -330,9 +341,9 @@ def test_the_command_line(printed, crossreduce, tmp_path):
     run.write_bytes(report(HGX, {1024: 30, 4096: 40}))
     target = tmp_path / "tuner.csv"
     line = ("export", "hgx-h100", target, "--format", "nccl-tuner")
-    assert " rows for hgx-h100, " in printed(*line, "--measured", run)
+    assert " rows for hgx-h100: " in printed(*line, "--measured", run)
     about = json.loads(printed(*line, "--json"))
-    assert (about["measured_rows"], about["assumed"]) == (0, [])
+    assert (about["measured_rows"], about["interpolated_rows"], about["assumed"]) == (0, 0, [])
     table = tmp_path / "host.txt"
     table.write_text("GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n")
     said = printed("export", table, tmp_path / "two.csv", "--format", "nccl-tuner")

@@ -16,7 +16,8 @@ from large_machines import dragonfly, fat_tree, half_empty
 import crossreduce as cr
 from crossreduce import Topology
 from crossreduce.errors import PlanError, ScheduleError
-from crossreduce.planning import algorithms, direct, halving_doubling, ring
+from crossreduce.planning import direct, halving_doubling, ring
+from crossreduce.planning.algorithms import equal_links
 from crossreduce.planning.forest import forest
 from crossreduce.planning.optimal import bound as bounds
 from crossreduce.planning.optimal.bound import bound_of_members
@@ -161,7 +162,7 @@ def test_planners_generate_the_schedules_that_they_listed(monkeypatch, planner):
         names = [f"cpu:{k}" for k in range(n)]
         generated = planner(names, first=first)
         with monkeypatch.context() as patch:
-            patch.setattr(algorithms, "GENERATED_FROM", n)
+            patch.setattr(equal_links, "GENERATED_FROM", n)
             listed = planner(names, first=first)
         assert not isinstance(listed, GeneratedSchedule)
         if isinstance(generated, GeneratedSchedule):

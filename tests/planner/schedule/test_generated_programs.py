@@ -28,7 +28,7 @@ from crossreduce.export.formats.trace import to_chrome_trace
 from crossreduce.export.pictures.grouping import trees_of
 from crossreduce.lowering import GeneratedProgram, Program, element_ranges, lower
 from crossreduce.planning import direct, halving_doubling, ring
-from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
+from crossreduce.planning.algorithms.scatter_and_gather import all_gather, reduce_scatter
 from crossreduce.schedule import GeneratedSchedule
 from crossreduce.schedule.generated_schedule import rotations
 

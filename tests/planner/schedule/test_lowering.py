@@ -22,7 +22,7 @@ from test_verify import custom
 from crossreduce import Chunk, Route, Schedule, ScheduleError, Step, Topology
 from crossreduce.lowering import element_ranges, fuse, lower
 from crossreduce.planning import PLANNERS, direct, one_device, ring
-from crossreduce.planning.scatter_and_gather import all_gather, reduce_scatter
+from crossreduce.planning.algorithms.scatter_and_gather import all_gather, reduce_scatter
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import io
 import json
 import mmap
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,14 @@ def test_any_cause_is_shown(described, cause, line):
 def test_an_invalid_cause_is_an_error_of_the_library(cause):
     """A cause that no rank can have written becomes an error that says so, in ranks and in observers."""
     assert str(decoded(cause)).startswith("a rank has ended the group without a valid reason.\n  given: b")
+
+
+def test_a_descriptor_that_is_no_memory_any_more_is_no_problem(monkeypatch):
+    """If a process has closed its group's memory while it was searched, and opened a socket, that is no problem."""
+    with socket.socket() as opened:
+        link = Path(f"/proc/self/fd/{opened.fileno()}")
+        monkeypatch.setattr("crossreduce.observe.observer._descriptors", lambda: ({(0, 0): link}, 0))
+        assert groups() == ([], [])
 
 
 def test_the_name_of_a_process_may_be_no_text():

@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
 import crossreduce as cr
 from crossreduce.errors import rank_list
+from crossreduce.observe import diagnostics
 from crossreduce.observe.diagnostics import CallSignature, call_text, lost_text, mismatch_text, stall_text, timeout_text
 
 SUM = call_text("all_reduce", "sum", dtype="float32", shape=(1024, 3))
@@ -43,6 +45,15 @@ def test_the_call_of_most_ranks_counts_as_correct():
     calls = calls_of(SUM, "barrier", DIFFERENCES["op"], SUM, "barrier")
     orders = [dict(sorted(calls.items(), key=lambda item: item[0] * k % 5)) for k in range(1, 5)]
     assert len({mismatch_text(each, "a") for each in orders}) == 1
+
+
+def test_only_programs_with_torch_are_referred_to_its_libraries(monkeypatch):
+    """The error about an all-gather of unequal arrays names accelerate only if the program uses torch."""
+    calls = calls_of(*(call_text("all_gather", "", None, "float32", (k,)) for k in (3, 4)))
+    for loaded in (True, False):
+        monkeypatch.setattr(diagnostics, "sys", SimpleNamespace(modules={"torch": None} if loaded else {}))
+        text = mismatch_text(calls, "a")
+        assert ("pad the arrays" in text, "accelerate" in text) == (True, loaded)
 
 
 def test_texts_stay_short_on_many_ranks():

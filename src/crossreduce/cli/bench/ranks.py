@@ -302,7 +302,8 @@ def _measure(request: BenchRequest, dist: Any) -> int:
     host = machine(), os.environ.get("CROSSREDUCE_HOST", "")  # as ranks of a group tell hosts apart
     places = TorchBackend(control, control).gather(((os.getpid(), socket.gethostname()), host))
     processes, hosts = zip(*places, strict=True)
-    request = replace(request, processes=processes, hosts=len(set(hosts)))
+    carrier = dist.group.WORLD.communicator.links.transport if request.backends[0] == OURS else ""
+    request = replace(request, processes=processes, hosts=len(set(hosts)), carrier=carrier)
     if dist.get_rank() != 0:
         for name, backend in _backends(request, dist, control):
             for _ in rows(backend, request, name):  # takes part in the measurements

@@ -115,12 +115,14 @@ class BenchRequest:
     exact: bool = False  # whether crossreduce computes exact sums
     processes: tuple[tuple[int, str], ...] = ()  # the pid and host of each rank; empty: this process has all devices
     hosts: int = 1  # of the ranks
+    carrier: str = ""  # the transport of crossreduce between these hosts, such as "tcp"
 
     @property
     def transport(self) -> str:
         """Where the devices are, as the header of the table states it."""
         if self.processes:
-            return f"ranks on {self.hosts} host{'s' if self.hosts > 1 else ''}"
+            over = f" over {self.carrier}" if self.carrier else ""
+            return f"ranks on {self.hosts} host{'s' if self.hosts > 1 else ''}{over}"
         kinds = {parse(device).kind for device in self.devices}
         return "in-process emulation" if kinds == {"cpu"} else "in-process"
 

@@ -51,7 +51,8 @@ def doctor(
             problem = "--report needs the directory of dumps."
             raise ArgumentError.of(problem, "no DIR", "crossreduce doctor DIR --report FILE.html")
         facts = check_peers()
-        print_lines([json_module.dumps({"peer_reads": facts}, indent=2)] if json else describe(facts))
+        lines = [*describe(facts), "to read the dumps of ranks: crossreduce doctor DIR"]
+        print_lines([json_module.dumps({"peer_reads": facts}, indent=2)] if json else lines)
         raise Exit(int(is_wrong(facts)))
     enabled = gc.isenabled()
     gc.disable()  # there is no garbage before the report, and with 20,000 dumps, collections double the time

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -22,6 +22,7 @@ from rich.text import Text
 from typer import Exit, Option
 
 from ...errors import ArgumentError, printable, shown
+from ...observe.liveness import is_started_by
 from ...observe.observer import GroupView, Observer
 from ..support.output import terminal
 from ..support.tables import TableColumn, can_fit, columns_that_fit, fitted_table
@@ -34,15 +35,30 @@ _LEAST_ROWS: Final = 3  # the rows of each group if the terminal has too few lin
 _LINES_BESIDE: Final = 8  # the lines of a group besides the rows: text, the frame and head of the table, a note
 _SHORTEST_CALL: Final = 16  # the fewest characters of a call that a narrow table shows
 # The columns that narrow tables leave out, one after another. Before the second tuple, states are shortened.
-_LEFT_OUT: Final = (("pid", "call"), ("op", "calls/s", "between hosts", "GB/s"))
+_LEFT_OUT: Final = (("call",), ("op", "pid", "calls/s", "between hosts", "GB/s"))
+_MOST_IDLE: Final = 3  # the tables of idle groups, if all are idle; otherwise idle groups have none
+_MOST_NAMED: Final = 5  # of the idle groups without a table
 _BAD: Final = ("dead", "stopped")  # states of ranks, as are these:
 _ENDED: Final = ("dead", "left")
+
+
+class Wanted(NamedTuple):
+    """Which groups are shown: all, those of a name, or those with a rank that a process has started or is."""
+
+    name: str | None = None
+    pid: int | None = None
+
+    def includes(self, view: GroupView) -> bool:
+        """Return whether a group is shown."""
+        started = (one.pid is not None and is_started_by(one.pid, self.pid) for one in view.ranks if self.pid)
+        return self.name in (None, view.name) and (self.pid is None or any(started))
 
 
 def top(
     once: Annotated[bool, Option("--once", help="Print the state after one interval, and exit.")] = False,
     interval: Annotated[float, Option(help="Seconds between two updates.")] = 1.0,
     group: Annotated[str | None, Option(help="Only groups of this name.")] = None,
+    pid: Annotated[int | None, Option(help="Only groups of this process, or of one that it has started.")] = None,
     json: Annotated[bool, Option("--json", help="Print one line of JSON per update.")] = False,
 ) -> None:
     """Watch the ranks of this machine: calls, GB/s, waits, and the straggler.
@@ -54,56 +70,55 @@ def top(
     if not _LEAST_INTERVAL_S <= interval <= _MOST_INTERVAL_S:
         limits = f"{_LEAST_INTERVAL_S:g} to {_MOST_INTERVAL_S:g}"
         raise ArgumentError.of("--interval must be a number of seconds.", shown(interval), limits)
-    observer = Observer()
+    observer, wanted = Observer(), Wanted(group, pid)
     try:
         if once:
-            _print_once(observer, interval, group, json)
+            _print_once(observer, interval, wanted, json)
         elif json:
-            for views, rates in _updates(observer, interval, group, _sleep):
+            for views, rates in _updates(observer, interval, wanted, _sleep):
                 print(json_module.dumps(_report(observer, views, rates)), flush=True)
         elif not sys.stdout.isatty():
-            for views, rates in _updates(observer, interval, group, _sleep):
-                _print(observer, views, rates, group)
+            for views, rates in _updates(observer, interval, wanted, _sleep):
+                _print(observer, views, rates, wanted)
         else:
-            _show_live(observer, interval, group)
+            _show_live(observer, interval, wanted)
     finally:
         observer.close()
 
 
-def _print_once(observer: Observer, interval: float, group: str | None, json: bool) -> None:
-    updates = _updates(observer, interval, group, _sleep)
+def _print_once(observer: Observer, interval: float, wanted: Wanted, json: bool) -> None:
+    updates = _updates(observer, interval, wanted, _sleep)
     next(updates)  # the first update has no rates
     views, rates = next(updates)
     if json:
         print(json_module.dumps(_report(observer, views, rates)))
     else:
-        _print(observer, views, rates, group)
+        _print(observer, views, rates, wanted)
     if not views:
         raise Exit(1)
 
 
-def _print(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], group: str | None) -> None:
+def _print(observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], wanted: Wanted) -> None:
     console = terminal()
-    console.print(_page(observer, views, rates, group, _MOST_ROWS, console.width))
+    console.print(_page(observer, views, rates, wanted, None, console.width))
 
 
-def _show_live(observer: Observer, interval: float, group: str | None) -> None:
+def _show_live(observer: Observer, interval: float, wanted: Wanted) -> None:
     """Update the screen until the user presses q or Ctrl-C."""
     with _keys() as wait_for_key, Live(screen=True, auto_refresh=False) as live:
-        for views, rates in _updates(observer, interval, group, wait_for_key):
+        for views, rates in _updates(observer, interval, wanted, wait_for_key):
             width, height = live.console.size
-            rows = max(_LEAST_ROWS, (height - 2) // max(1, len(views)) - _LINES_BESIDE)
-            live.update(_page(observer, views, rates, group, rows, width), refresh=True)
+            live.update(_page(observer, views, rates, wanted, height, width), refresh=True)
 
 
 def _updates(
-    observer: Observer, interval: float, group: str | None, wait: Callable[[float], bool]
+    observer: Observer, interval: float, wanted: Wanted, wait: Callable[[float], bool]
 ) -> Iterator[tuple[list[GroupView], list[GroupRates]]]:
     """Yield the groups and their rates, now and after each interval, until ``wait(interval)`` returns True."""
     before: dict[tuple[int, int], GroupView] = {}
     while True:
         observer.search()
-        views = [view for view in observer.snapshots() if group in (None, view.name)]
+        views = [view for view in observer.snapshots() if wanted.includes(view)]
         yield views, [compare(before.get(view.key), view) for view in views]
         before = {view.key: view for view in views}
         if wait(interval):
@@ -143,21 +158,54 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _page(
-    observer: Observer, views: Sequence[GroupView], rates: Sequence[GroupRates], name: str | None, rows: int, width: int
+    observer: Observer,
+    views: Sequence[GroupView],
+    rates: Sequence[GroupRates],
+    wanted: Wanted,
+    height: int | None,
+    width: int,
 ) -> RenderableType:
-    """Return the content of the screen: the groups, up to ``rows`` ranks of each, and why memory could not be read."""
+    """Return the content of the screen: the groups, and why memory could not be read.
+
+    Groups that make calls come first. Beside others, idle groups are only named, unless the user has selected groups.
+    ``height``: the lines of the terminal, which limit the ranks that are shown of each group, or ``None``.
+    """
     parts: list[RenderableType] = []
-    for view, rate in zip(views, rates, strict=True):
+    pairs = sorted(zip(views, rates, strict=True), key=lambda pair: _priority(*pair))
+    idle = sum(_priority(*pair) == 2 for pair in pairs) if wanted == Wanted() else 0
+    count = len(pairs) - idle or min(idle, _MOST_IDLE)
+    rows = _MOST_ROWS if height is None else max(_LEAST_ROWS, (height - 2) // max(1, count) - _LINES_BESIDE)
+    for view, rate in pairs[:count]:
         parts += [*_head(view, rate), _table(view, rate, rows, width)]
         if len(view.ranks) > rows:
             parts.append(Text(f"{len(view.ranks) - rows} more ranks of this group: --once or --json lists them"))
+    if named := [printable(_name(view)) for view, _ in pairs[count:]]:
+        more = f", and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        groups = "1 more group is" if len(named) == 1 else f"{len(named)} more groups are"
+        listed = f"{', '.join(named[:_MOST_NAMED])}{more}"
+        parts.append(Text(f"{groups} idle (--pid PID shows one): {listed}", style="dim"))
     if not views:
-        named = "" if name is None else f' of the name "{printable(name)}"'
-        parts.append(Text(f"No group of ranks{named} runs in your processes on this machine."))
+        of_name = "" if wanted.name is None else f' of the name "{printable(wanted.name)}"'
+        of_process = "" if wanted.pid is None else f" of process {wanted.pid}"
+        parts.append(Text(f"No group of ranks{of_name}{of_process} runs in your processes on this machine."))
         if observer.hidden:
             parts.append(Text(f"{observer.hidden} processes of other users were not searched.", style="dim"))
     parts += [Text(printable(problem), style="yellow") for problem in observer.problems]
     return Group(*parts)
+
+
+def _priority(view: GroupView, rates: GroupRates) -> int:
+    """Return 0 for a group that makes calls, 2 if it is idle or has ended, and 1 for others, such as broken ones."""
+    states = {one.state for one in view.ranks}
+    if states & {"running", "waiting"} or any(rate and rate.calls_per_s for rate in rates.ranks):
+        return 0
+    is_quiet = states <= {"idle", "left"} or states <= {*_ENDED}
+    return 2 if is_quiet and view.cause is None and all(rates.ranks) else 1
+
+
+def _name(view: GroupView) -> str:
+    """Return the name of a group, with its program and the process of its first rank."""
+    return f'"{view.name}"' if view.pid is None else f'"{view.name}" of {view.program or "a program"} (pid {view.pid})'
 
 
 def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
@@ -166,7 +214,7 @@ def _head(view: GroupView, rates: GroupRates) -> Iterator[Text]:
     if view.hosts > 1:
         size = f"{len(view.ranks)} of {view.size} ranks are on this host, one of {view.hosts}"
     last = max((one.op.sequence for one in view.ranks if one.op), default=0)
-    yield Text(printable(f'group "{view.name}", {size}, op {last}'), style="bold")
+    yield Text(printable(f"group {_name(view)}, {size}, op {last}"), style="bold")
     ended = "all ranks have ended" if all(one.state in _ENDED for one in view.ranks) else ""
     if view.cause is not None:
         cause = "broken: " + view.cause.partition("\n")[0]
@@ -232,7 +280,10 @@ def _report(observer: Observer, views: Sequence[GroupView], rates: Sequence[Grou
             call = None if one.op is None else one.op._asdict()
             facts = {"rank": one.rank, "pid": one.pid, "state": one.state, "late": one.late, "op": call}
             ranks.append({**facts, **counters, "rates": None if each is None else each._asdict()})
-        about = {name: getattr(view, name) for name in ("name", "token", "version", "size", "hosts", "now_s", "cause")}
+        about = {
+            name: getattr(view, name)
+            for name in ("name", "program", "token", "version", "size", "hosts", "now_s", "cause")
+        }
         straggler = None if rate.straggler is None else rate.straggler._asdict()
         groups.append({"group": about.pop("name"), **about, "straggler": straggler, "ranks": ranks})
     return {"groups": groups, "problems": observer.problems, "hidden_processes": observer.hidden}

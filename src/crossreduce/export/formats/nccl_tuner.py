@@ -1,8 +1,8 @@
 """Write the CSV file that the tuner plug-in in NCCL's repository reads: an algorithm and a protocol for each size.
 
 Input: a topology, perhaps reports of nccl-tests. Output: text. The times are those of NCCL's model (``nccl_model.py``),
-fitted to the reports. Where at least two algorithms or protocols were measured for a size, the measured times decide
-instead. CollNet, which the model does not have, is chosen only if it was measured.
+fitted to the reports. Where at least two algorithms or protocols were measured, their times decide instead, also
+interpolated or extrapolated ones. CollNet, which the model does not have, is chosen only if it was measured.
 
 The plug-in passes the number of channels to NCCL, and passes 1 for a row with -1, which is up to 15 times as slow. So
 each row has a number. If NCCL does not offer a choice for a call, such as NVLS for a product, the plug-in continues
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -35,16 +35,20 @@ from .proof import cut
 HEADER: Final = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 LONGEST_LINE: Final = 250  # the plug-in reads 255 characters
 LARGEST: Final = 2**64 - 1  # a size_t
+SOURCES: Final = ("measured", "interpolated", "extrapolated", "modelled")  # of times, see ``Choice``
 _SIZES: Final = tuple(1 << power for power in range(6, 36))  # the sizes for which times are compared
 
 
 class Choice(NamedTuple):
-    """An algorithm and a protocol, with their time."""
+    """An algorithm and a protocol, with their time.
+
+    ``source`` of the time: "measured"; "interpolated" between measured sizes; "extrapolated" from them; or "modelled".
+    """
 
     seconds: float
     algorithm: str
     protocol: str
-    measured: bool
+    source: str
 
 
 class TunerRow(NamedTuple):
@@ -87,23 +91,35 @@ def to_nccl_tuner_csv(topology: Topology, times: Times | None = None) -> str:
         *(_comment("assumed", each) for each in topology.assumed),
         f"# {HEADER}",
     ]
-    head, counts = len(lines) - 1, {"measured": 0, "modelled": 0}
+    head, counts = len(lines) - 1, Counter[str]()
     for collective in COLLECTIVES:
         rows = rows_of(model, times or {}, fits, collective)
         uncertain = [row for row in rows if not _is_always_offered(row.choice)]
         others = rows_of(model, times or {}, fits, collective, always_offered=True) if uncertain else []
         rows += [other for other in others if any(_overlap(other, row) for row in uncertain)]
         for row in rows:
-            how = "measured" if row.choice.measured else "modelled"
-            counts[how] += 1
+            counts[row.choice.source] += 1
             micros = row.choice.seconds * 1e6
-            lines.append(f"# {how}: {micros:.1f} us for {row.at_bytes} bytes")
+            lines.append(f"# {row.choice.source}: {micros:.1f} us for {row.at_bytes} bytes")
             columns = (collective.replace("_", ""), row.least_bytes, row.most_bytes, *row.choice[1:3], row.channels)
             lines.append(",".join(map(str, (*columns, model.hosts, model.ranks, -1, -1))))
     source = ", with the assumed speeds" if topology.assumed else ""
-    lines.insert(head, f"# Rows: {counts['measured']} measured, {counts['modelled']} modelled{source}.")
+    lines.insert(head, f"# Rows: {counts_text(counts)}{source}.")
     assert all(len(line) <= LONGEST_LINE for line in lines)
     return "\n".join(lines) + "\n"
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return the numbers of rows by the source of their time as text.
+
+    >>> counts_text({"measured": 2, "modelled": 50})
+    '2 with a measured size, 50 modelled'
+    """
+    return ", ".join(
+        f"{counts.get(source, 0)} {'with a measured size' if source == SOURCES[0] else source}"
+        for source in SOURCES
+        if source in (SOURCES[0], SOURCES[-1]) or counts.get(source)
+    )
 
 
 def _comment(kind: str, text: str) -> str:
@@ -120,7 +136,9 @@ def rows_of(
     *,
     always_offered: bool = False,
 ) -> list[TunerRow]:
-    """Return the rows of a collective, which have no gaps and do not overlap.
+    """Return the rows of a collective, which have no gaps and do not overlap. A row stands for neighbouring sizes.
+
+    The time of a row is that of its first size, or of its first measured one.
 
     ``always_offered``: only choices that NCCL offers for all calls.
     """
@@ -131,12 +149,19 @@ def rows_of(
     for size, most in zip(sizes, [*ends, LARGEST], strict=True):
         choice = _best(model, times, fits, collective, size, always_offered=always_offered)
         row = TunerRow(collective, least, most, choice, size, model.channels(*choice[1:3], most))
-        if rows and (row.choice[1:], row.channels) == (rows[-1].choice[1:], rows[-1].channels):
-            rows[-1] = rows[-1]._replace(most_bytes=most)
+        if rows and _kind(row) == _kind(rows[-1]):
+            shown = row if (row.choice.source, rows[-1].choice.source) == SOURCES[:2] else rows[-1]
+            rows[-1] = shown._replace(least_bytes=rows[-1].least_bytes, most_bytes=most)
         else:
             rows.append(row)
         least = most + 1
     return rows
+
+
+def _kind(row: TunerRow) -> tuple[str, str, str, int]:
+    """Return what neighbouring sizes of one row have in common. Interpolated times stand with the measured ones."""
+    _, algorithm, protocol, source = row.choice
+    return algorithm, protocol, SOURCES[0] if source == SOURCES[1] else source, row.channels
 
 
 def _is_always_offered(choice: Choice) -> bool:
@@ -161,8 +186,9 @@ def _best(
     measured = []
     for (name, algorithm, protocol), by_size in times.items():
         if name == collective:
-            inside = min(by_size) <= nbytes <= max(by_size)
-            measured.append(Choice(_seconds_at(by_size, nbytes), algorithm, protocol, inside))
+            source = SOURCES[1] if min(by_size) <= nbytes <= max(by_size) else SOURCES[2]
+            source = SOURCES[0] if nbytes in by_size else source
+            measured.append(Choice(_seconds_at(by_size, nbytes), algorithm, protocol, source))
     measured = [choice for choice in measured if _is_always_offered(choice) or not always_offered]
     if len(measured) > 1:
         return min(measured)
@@ -171,7 +197,7 @@ def _best(
     modelled = []
     for algorithm, protocol in model.choices(collective):
         parts = model.parts(collective, algorithm, protocol, nbytes)
-        choice = Choice(parts[0] * latency + parts[1] * transfer, algorithm, protocol, False)
+        choice = Choice(parts[0] * latency + parts[1] * transfer, algorithm, protocol, SOURCES[3])
         if (algorithm, protocol) not in known and (_is_always_offered(choice) or not always_offered):
             modelled.append(choice)
     return min(measured + modelled)

@@ -23,11 +23,15 @@ PATIENCE_S: Final = 10.0  # time limit of a message in a check of the links; TCP
 
 
 class HostLinks:
-    """The links between the hosts of a group. ``lost``: the pairs of hosts without a link, in ascending order."""
+    """The links between the hosts of a group. ``lost``: the pairs of hosts without a link, in ascending order.
+
+    ``transport``: the name of the transport on which the ranks have agreed, or "" without other hosts.
+    """
 
     def __init__(self, members: Membership) -> None:
         self._members = members
         self.lost: Lost = ()
+        self.transport = ""
         self._checks = 0
 
     def __contains__(self, pair: tuple[int, int]) -> bool:

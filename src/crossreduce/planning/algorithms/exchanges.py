@@ -19,11 +19,11 @@ from itertools import combinations, islice, pairwise, permutations
 from math import lcm, prod
 from typing import Final
 
-from ..devices import parse
-from ..schedule import Chunk, Schedule, Step
-from ..topology import Topology
-from .algorithms import one_shot_schedule
-from .requests import Request
+from ...devices import parse
+from ...schedule import Chunk, Schedule, Step
+from ...topology import Topology
+from ..requests import Request
+from .equal_links import one_shot_schedule
 
 MOST_SEARCHED: Final = 8  # with more devices, the only groups are the devices of a host and those at one position
 _MOST_TRIED: Final = 24  # of the ways to form groups of given sizes; those with fast hops come first

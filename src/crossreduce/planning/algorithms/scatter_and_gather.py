@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..schedule import Chunk, GeneratedSchedule, Route, Schedule, Step
-from ..schedule.schedule import live_steps
+from ...schedule import Chunk, GeneratedSchedule, Route, Schedule, Step
+from ...schedule.schedule import live_steps
 
 
 def reduce_scatter(schedule: Schedule) -> Schedule:

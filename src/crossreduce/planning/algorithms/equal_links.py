@@ -14,11 +14,11 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from ..errors import PlanError
-from ..schedule import Chunk, GeneratedSchedule, Schedule, Step, live_rounds
-from ..schedule.generated_schedule import rotations
-from ..topology.symmetry import Symmetry, SymmetryGenerator
-from .requests import Request, read_members, read_request
+from ...errors import PlanError
+from ...schedule import Chunk, GeneratedSchedule, Schedule, Step, live_rounds
+from ...schedule.generated_schedule import rotations
+from ...topology.symmetry import Symmetry, SymmetryGenerator
+from ..requests import Request, read_members, read_request
 
 Names = Sequence[str]
 # Pairs (number of the round, step) of one pack, in any order. The chunks of each pack are numbered from 0.
@@ -46,7 +46,7 @@ def one_device(
       destinations: the devices that need the result; ``None``: all.
       packs: the number of equal parts, called packs, into which the buffer is divided.
       first: the number (from 0) of the destination that is the root of the first pack. The roots of the other packs are
-        the destinations after it, in turn.
+        the destinations after it, in turn. If there is only one source, it is the root of all packs.
       root: a device that is the root of every pack; it need not be a source or a destination.
     Returns:
       A schedule that ``verify`` accepts.
@@ -65,7 +65,9 @@ def one_device(
 def one_device_schedule(request: Request) -> Schedule:
     """Return the schedule of ``one_device`` for a request."""
     sources, destinations = request.positions
-    roots = destinations if request.root is None else (request.members.index(request.root),)
+    roots = sources if len(sources) == 1 else destinations  # a broadcast sends nothing back to its source
+    if request.root is not None:
+        roots = (request.members.index(request.root),)
 
     def pack_steps(pack: int, _: Iterable[int]) -> RoundSteps:  # a pack has one chunk
         root = roots[pack % len(roots)]

@@ -10,10 +10,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-from ..schedule import Chunk, Schedule, Step
-from ..topology import Topology
-from .algorithms import ring_schedule
-from .requests import Request
+from ...schedule import Chunk, Schedule, Step
+from ...topology import Topology
+from ..requests import Request
+from .equal_links import ring_schedule
 
 # The search for one ring stops after so many steps: finding a Hamiltonian cycle is NP-complete (Karp 1972).
 _MOST_STEPS: Final = 5_000
