@@ -270,8 +270,8 @@ def in_two_jobs(rendezvous, ports):
         if each is not None:
             each.allreduce([x]).wait()
             found.append(x.item())
-    rendezvous.query("put", [rank], True)
-    rendezvous.query("get", [1, 2, 3], timeout=60)
+    rendezvous.query("put", [("done", rank)], True)
+    rendezvous.query("get", [("done", each) for each in (1, 2, 3)], timeout=60)
     return found
 
 
@@ -351,6 +351,22 @@ def test_a_further_group_on_one_host_is_made_in_memory(place, missing, is_near):
     find no values in the memory, only they do."""
     found = ranks(3, makes_further_groups, place, missing, is_near)
     assert found == [rank in missing for rank in range(3)]
+
+
+def chooses_another_host(rendezvous, place):
+    begin(rendezvous, place, 60)
+    if rendezvous.rank == 1:
+        os.environ["CROSSREDUCE_HOST"] = "another"
+    group, x = dist.group.WORLD.split_group([0, 1, 2]), torch.tensor([2**rendezvous.rank])
+    group.allreduce([x]).wait()
+    rendezvous.all_gather(b"")
+    return group.communicator.hosts, x.item()
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+def test_ranks_of_a_further_group_may_choose_another_host(place):
+    """A further group follows ``CROSSREDUCE_HOST`` as it is when the group is made."""
+    assert ranks(3, chooses_another_host, place) == [(((0, 2), (1,)), 7)] * 3
 
 
 def lost_in_a_further_group(rendezvous, place, number):
