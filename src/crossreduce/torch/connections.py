@@ -97,8 +97,9 @@ def parent(group: Any, ranks: Sequence[int]) -> tuple[Communicator, Sequence[int
     """Return ``Origin.parent`` of a group of ``ranks`` of ``group``, or ``None`` if these are empty: then ranks may be
     in other jobs. ``group`` must be of this backend, and this process must have made it."""
     communicator = getattr(group, "communicator", None)
-    is_own = isinstance(communicator, Communicator) and communicator.peers[communicator.rank].pid == os.getpid()
-    return (communicator, ranks) if ranks and is_own else None
+    if not ranks or not isinstance(communicator, Communicator):
+        return None
+    return (communicator, ranks) if communicator.peers[communicator.rank].pid == os.getpid() else None
 
 
 def own_part(store: Any, rank: int, name: str, origin: Origin) -> tuple[Any, str]:
