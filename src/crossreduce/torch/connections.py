@@ -24,7 +24,6 @@ from _crossreduce_torch import NO_ADDRESS, REASON, VARIABLE
 from ..errors import ArgumentError, BackendError, MismatchError, encoded, rank_list
 from ..ranks.communicator import Communicator
 from ..ranks.connections.rendezvous import NEW, PAUSES_S, ConnectionStore, Origin
-from ..ranks.intra_host.board import Board
 from ..ranks.membership import shared_failure
 from ..ranks.transports.base import Links, Transport
 from ..ranks.transports.choice import open_transport
@@ -61,11 +60,11 @@ def connect(
     the world. ``options``: see ``read_pg_options``; if they are invalid on one rank, all ranks raise its error.
     ``unique``: see ``own_part``.
     """
-    seconds = timeout.total_seconds()
+    seconds, is_beyond = timeout.total_seconds(), origin.is_beyond
 
     def connected(cancelled: threading.Event, hosts: tuple[tuple[int, ...], ...], transport: str) -> Transport:
         def links(kind: str, everyone: bool, without: Sequence[int] = ()) -> Links:
-            connections = ConnectionStore(dist.PrefixStore(kind, store), rank, cancelled, is_beyond=origin.is_beyond)
+            connections = ConnectionStore(dist.PrefixStore(kind, store), rank, cancelled, is_beyond=is_beyond)
             return connections.connect(hosts, transport, everyone, without)
 
         if not has_messages:
@@ -80,7 +79,7 @@ def connect(
         return WithMessages(carrier, messages)
 
     own = dist.PrefixStore("crossreduce/", store)
-    board = _board(global_ranks or range(size)) if unique else None
+    board = origin.parent[0].memory.board(origin.parent[1]) if origin.parent else None
     rendezvous = TorchRendezvous(own, rank, size, seconds, global_ranks, origin.watch, unique, board)
     try:
         exact, wanted = read_pg_options(options)
@@ -94,32 +93,30 @@ def connect(
     return kept, communicator, exact
 
 
-def _of_world() -> Communicator | None:
-    """Return the communicator of the default group, if there is one of this backend, and this process has made it."""
-    communicator = getattr(dist.group.WORLD, "communicator", None)
-    is_own = isinstance(communicator, Communicator) and communicator.peers[communicator.rank].pid == os.getpid()
-    return communicator if is_own else None
+def parent(group: Any, ranks: Sequence[int]) -> tuple[Communicator, Sequence[int]] | None:
+    """Return ``Origin.parent`` of a group of ``ranks`` of ``group``, or ``None`` if these are empty: then ranks may be
+    in other jobs. ``group`` must be of this backend, and this process must have made it."""
+    communicator = getattr(group, "communicator", None)
+    if not ranks or not isinstance(communicator, Communicator):
+        return None
+    return (communicator, ranks) if communicator.peers[communicator.rank].pid == os.getpid() else None
 
 
 def own_part(store: Any, rank: int, name: str, origin: Origin) -> tuple[Any, str]:
     """Return a part of a group's store that no other group has, also if it had the name ``name`` and was destroyed.
 
-    The second result is a name that no other group has, the same on all ranks, or "" if the store must find one: there
-    must be a default group of this backend, with which all ranks make the groups of a name in the same order.
+    The second result is a name that no other group has, the same on all ranks, or "" if the store must find one: all
+    ranks of a group make the groups of a name from it in the same order.
     """
     with lost_store_errors(store):
-        if (communicator := _of_world()) is None or origin.is_beyond is not None:
+        if origin.parent is None:
             return dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store), ""
+        communicator, _ = origin.parent
         counts = _MADE.setdefault(communicator, Counter())
         counts[name] += 1
         unique = f"{communicator.token} {counts[name]} {name}"
         store.set(f"turn {rank}", "")  # not awaited; see ``end_gloo``
         return dist.PrefixStore(f"{unique}/", store), unique
-
-
-def _board(ranks: Sequence[int]) -> Board | None:
-    """Return where ranks of the world can exchange values in the memory of the default group."""
-    return None if (communicator := _of_world()) is None else communicator.memory.board(ranks)
 
 
 def require_place(group: Any, rank: int, size: int) -> None:

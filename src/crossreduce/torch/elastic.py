@@ -23,7 +23,7 @@ from ..ranks.survival import joiner, survivors
 from ..ranks.survival.formation import GroupFormation, GroupKind, Settings
 from ..ranks.survival.survivors import SHRINK_S, Reformed
 from ..reduction.validation import seconds
-from .connections import end_gloo, gloo_check
+from .connections import end_gloo, gloo_check, parent
 from .group import BACKEND, Group
 from .options import Options
 from .rendezvous import PeerStore
@@ -39,7 +39,8 @@ def create(options: Any, backend_options: Any = None) -> Group:
         return READY.pop()
     global_ranks = list(options.global_ranks_in_group)  # empty if it has all ranks
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    origin = Origin(gloo_check(options.store, rank, size, global_ranks))
+    check = gloo_check(options.store, rank, size, global_ranks)
+    origin = Origin(check, parent=parent(dist.group.WORLD, global_ranks))
     try:
         group = Group(options.store, rank, size, timeout, options.group_id, global_ranks, backend_options, origin)
     except ArgumentError as error:

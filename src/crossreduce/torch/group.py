@@ -26,7 +26,7 @@ from ..ranks.connections.rendezvous import NEW, Origin
 from ..ranks.messages import ANY_RANK, Messages
 from ..ranks.survival.survivors import Reformed
 from .collectives import Collectives
-from .connections import close, connect, own_part, require_place
+from .connections import close, connect, own_part, parent, require_place
 from .memory import copy_back_all, readable, receivable, require_dense, tensors_in, unsupported_form
 from .messages import HostMessage
 from .op_queue import REMEDY, Finished, OpQueue, Works, exclude_from_compile, is_called_by_backward, wait_in_backward
@@ -284,7 +284,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
         numbers, place = [self.communicator.global_ranks[rank] for rank in ranks], ranks.index(self.rank())
         store, limit = dist.PrefixStore(f"split {name}/", self._store), timeout or self.timeout
-        group = type(self)(store, place, len(ranks), limit, name, numbers, self._options)
+        origin = Origin(parent=parent(self, ranks))
+        group = type(self)(store, place, len(ranks), limit, name, numbers, self._options, origin)
         group._set_group_name(name)
         return group
 

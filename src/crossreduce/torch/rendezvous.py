@@ -70,12 +70,12 @@ class TorchRendezvous(StoreRendezvous):
         """
         numbers = tuple(global_ranks) or tuple(range(size))
         self._ranks = f"{size} {blake2b(repr(numbers).encode(), digest_size=8).hexdigest()}"
-        text, self._is_compared = f"{self._ranks} {numbers[rank]}", board is None or not unique
+        text = f"{self._ranks} {numbers[rank]}"
         with lost_store_errors(store):
-            own, self._limited, first = _with_own_connection(store, timeout_s, text, unique, self._is_compared)
+            own, self._limited, first = _with_own_connection(store, timeout_s, text, unique, board is None)
         super().__init__(own, rank, size, timeout_s, numbers, watch)
         self._errors, self._board = _errors(store), board if isinstance(self._limited, _SharedStore) else None
-        self.is_near = self._board is not None and self._board.is_near
+        self._is_compared, self.is_near = self._board is None, self._board is not None and self._board.is_near
         self.owner = numbers.index(0) if self._errors.ranks and 0 in numbers else None
         self._compare_ranks(first)
 

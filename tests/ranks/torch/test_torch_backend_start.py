@@ -223,6 +223,65 @@ def test_a_store_that_is_written_in_python():
     assert found == [(b"0", [b"0", b"1"])] * 2
 
 
+class Forwarding(Store):
+    """Forwards the methods to another store."""
+
+    def add(self, key, number):
+        return self.values.add(key, number)
+
+    def set(self, key, value):
+        self.values.set(key, value)
+
+    def get(self, key):
+        return self.values.get(key)
+
+    def check(self, keys):
+        return self.values.check(keys)
+
+
+def makes_a_further_group(rendezvous, place):
+    store, timeout = Forwarding(store_at(place, rendezvous.rank, rendezvous.size, 60)), timedelta(seconds=60)
+    where = {"store": store, "rank": rendezvous.rank, "world_size": rendezvous.size}
+    dist.init_process_group("crossreduce", timeout=timeout, **where)
+    group, x = dist.group.WORLD.split_group([1, 0]), torch.tensor([2**rendezvous.rank])
+    group.allreduce([x]).wait()
+    rendezvous.all_gather(b"")
+    return x.item()
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+def test_a_further_group_at_a_store_that_is_written_in_python(place):
+    assert ranks(2, makes_a_further_group, place) == [3, 3]
+
+
+def in_two_jobs(rendezvous, ports):
+    """Make a group of ranks 1 and 2 of a job of three ranks, and the only rank of another job. Split it."""
+    rank, timeout = rendezvous.rank, timedelta(seconds=60)
+    job = {"rank": rank % 3, "world_size": 3 if rank < 3 else 1}
+    stores = [dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for port in ports]
+    dist.init_process_group("crossreduce", store=dist.PrefixStore(f"{rank // 3}", stores[0]), timeout=timeout, **job)
+    if rank == 0:
+        return None
+    made = dist.distributed_c10d._new_process_group_helper
+    group, _ = made(3, rank - 1, [], "crossreduce", stores[1], group_name="of two jobs", timeout=timeout)
+    found = []
+    for each in (group, group.split_group([0, 1]), group.split_group([1, 2])):
+        x = torch.tensor([2**rank])
+        if each is not None:
+            each.allreduce([x]).wait()
+            found.append(x.item())
+    rendezvous.query("put", [("done", rank)], True)
+    rendezvous.query("get", [("done", each) for each in (1, 2, 3)], timeout=60)
+    return found
+
+
+def test_a_group_of_ranks_of_two_jobs():
+    """Ranks that have different default groups make a group, and parts of it, as a trainer and its samplers do."""
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    found = ranks(4, in_two_jobs, [store.port for store in stores])
+    assert found == [None, [14, 6], [14, 6, 12], [14, 12]]
+
+
 @pytest.mark.parametrize("place", ["tcp of rank 0"], indirect=True)
 def test_the_rank_that_runs_the_store_is_named(place):
     """If rank 0 runs the store and dies, all others raise a PeerLostError that names it."""
@@ -292,6 +351,22 @@ def test_a_further_group_on_one_host_is_made_in_memory(place, missing, is_near):
     find no values in the memory, only they do."""
     found = ranks(3, makes_further_groups, place, missing, is_near)
     assert found == [rank in missing for rank in range(3)]
+
+
+def chooses_another_host(rendezvous, place):
+    begin(rendezvous, place, 60)
+    if rendezvous.rank == 1:
+        os.environ["CROSSREDUCE_HOST"] = "another"
+    group, x = dist.group.WORLD.split_group([0, 1, 2]), torch.tensor([2**rendezvous.rank])
+    group.allreduce([x]).wait()
+    rendezvous.all_gather(b"")
+    return group.communicator.hosts, x.item()
+
+
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)
+def test_ranks_of_a_further_group_may_choose_another_host(place):
+    """A further group follows ``CROSSREDUCE_HOST`` as it is when the group is made."""
+    assert ranks(3, chooses_another_host, place) == [(((0, 2), (1,)), 7)] * 3
 
 
 def lost_in_a_further_group(rendezvous, place, number):

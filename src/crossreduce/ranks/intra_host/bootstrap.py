@@ -102,10 +102,10 @@ def bootstrap(
       ReductionError: this rank cannot allocate memory even for itself alone.
       CollectiveTimeout: some ranks did not reach the rendezvous in time, or one did not send the memory.
     """
-    if rendezvous.is_near:
-        return _bootstrap_near(rendezvous, nbytes, global_ranks or range(rendezvous.size), first, value)
     rank, everyone, name, problem = rendezvous.rank, rendezvous.size, _new_name(), ""
     numbers = global_ranks or range(everyone)
+    if rendezvous.is_near and (near := _bootstrap_near(rendezvous, nbytes, numbers, first, value)) is not None:
+        return near
     fd, sizes = -1, (0, 0)  # the memory of this rank's host, and for how many ranks and hosts this rank has made it
     with _sender(name) as sender, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         # The first rank of a host that comes here makes the memory and sends it. A rank without identifiers is alone.
@@ -171,10 +171,11 @@ def _bootstrap_near(
     numbers: Sequence[int],
     first: Callable[[int, int], Sequence[tuple[int, int]]] | None,
     value: Any,
-) -> BootstrapResult:
+) -> BootstrapResult | None:
     """Do the same as ``bootstrap`` for ranks of which each may open what the others have opened.
 
-    Rank 0 makes the memory before it goes to the rendezvous, and the others open it in /proc.
+    Rank 0 makes the memory before it goes to the rendezvous, and the others open it in /proc. The result is ``None`` on
+    all ranks if ``CROSSREDUCE_HOST`` is no longer the same on all of them.
     """
     rank, sizes, fd, problem, name = rendezvous.rank, (rendezvous.size, _LEAST_HOSTS), -1, "", ""
     try:
@@ -184,10 +185,13 @@ def _bootstrap_near(
                 name = f"{os.getpid()}/fd/{fd} {os.fstat(fd).st_ino}"
             except OSError as error:
                 problem = f"rank {numbers[rank]} could not share {nbytes(*sizes)} bytes: {error}"
-        own = _HostInfo(version(), 0, name, sorted(os.sched_getaffinity(0)), value)
+        own = _HostInfo(version(), 0, name, sorted(os.sched_getaffinity(0)), [_chosen_host(), value])
         received = [json.loads(info) for info in rendezvous.all_gather(json.dumps(own).encode())]
         _require_same_version({number: info[0] for number, info in zip(numbers, received, strict=True)})
         infos = [_HostInfo(*info) for info in received]
+        if len({each.value[0] for each in infos}) > 1:
+            _close(fd)
+            return None
         try:
             if rank != 0:
                 fd = _opened(infos[0].name, nbytes(*sizes))
@@ -195,7 +199,7 @@ def _bootstrap_near(
             problem = f"rank {numbers[rank]} could not use another rank's memory: {error}"
         ranks = tuple(range(rendezvous.size))
         found = BootstrapResult(
-            (ranks,), ranks, fd, [each.cpus for each in infos], [each.value for each in infos], problem
+            (ranks,), ranks, fd, [each.cpus for each in infos], [each.value[1] for each in infos], problem
         )
         return settled(found, rendezvous, nbytes, numbers) if problem else found
     except BaseException:
@@ -278,7 +282,11 @@ def _identity() -> list[str]:
             raise
         _LOG.warning("the host of this rank cannot be identified, so the rank shares no memory: %s", error)
         return []
-    return [*system, os.environ.get("CROSSREDUCE_HOST", "")]
+    return [*system, _chosen_host()]
+
+
+def _chosen_host() -> str:
+    return os.environ.get("CROSSREDUCE_HOST", "")
 
 
 def _hosts(infos: Sequence[_HostInfo]) -> tuple[tuple[int, ...], ...]:
