@@ -20,7 +20,7 @@ from .. import verify as prove
 from ..errors import ArgumentError, ScheduleError
 from ..planning.granularity import sizes_that_fit
 from ..topology.formats.json_format import why_not
-from .support.output import Bar, progress
+from .support.output import progress
 
 MAX_NBYTES: Final = 1 << 26  # bytes; the JSON of a schedule of a million steps has 20 million
 
@@ -58,7 +58,8 @@ def verify(
         raise Exit(1) from None
     except _UnprovenError as error:
         if json:
-            print(json_module.dumps({"file": str(file), "right": None, "proved": error.proved, "fault": str(error)}))
+            about = {"file": str(file), "right": None, "proved": error.proved, "fault": str(error)}
+            print(json_module.dumps(about, indent=2))
         else:
             print("\n".join(error.proved), end="\n" * bool(error.proved))
             print(f"crossreduce: {error}", file=sys.stderr)
@@ -117,38 +118,18 @@ def _prove_bundle(folder: Path) -> str:
         if f"{path.parent.name}/{path.name}" not in listed:
             problem = f"{path.parent.name}/{path.name} is not listed in ranks.json, but runtimes would read it"
             raise ArgumentError(f"{folder}: {problem}.")
-    with progress("proving", len(listed)) as advance:
-        texts, unproven = _prove_files(folder, about, advance)
-    if unproven:
-        text = f"{folder}: {len(texts)} of {len(listed)} files are right; {len(unproven)} too large to be verified.\n"
-        raise _UnprovenError(text + "\n".join(unproven), texts)
-    return "\n".join([*texts, f"{folder}: {len(listed)} files are right, each for its own sizes."])
-
-
-def _prove_files(folder: Path, about: dict[str, Any], advance: Bar) -> tuple[list[str], list[str]]:
-    """Prove each file that ``about``, the content of ranks.json, lists.
-
-    Returns:
-      A text for each file that was proved, and one for each that is too large.
-    """
-    from ..export.bundle import SUFFIXES
-
-    texts, unproven = [], []
+    ranks = {"collective": about["collective"], "ranks": len(about["ranks"])}
     least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no earlier file covers
-    for entry in about["files"]:
-        name, path = entry["format"], folder / entry["file"]
-        advance.detail(entry["file"], 0, 1)
-        try:
-            texts.append(f"{entry['file']}: {_prove_file(path, lambda: None)}")
-        except _UnprovenError as error:
-            unproven.append(str(error))
-        facts = _facts(name, path)
-        _compare(path, facts, entry | {"collective": about["collective"], "ranks": len(about["ranks"])}, "ranks.json")
+
+    def compare(entry: dict[str, Any], path: Path) -> None:
+        name = entry["format"]
+        _compare(path, _facts(name, path), entry | ranks, "ranks.json")
         if entry["least_bytes"] < least_size[name]:
             raise _WrongFileError(f"{path} is wrong: an earlier file is for some of its sizes")
         least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64  # 0 means: no largest size
-        advance("proving")
-    return texts, unproven
+
+    right = f"{folder}: {len(listed)} files are right, each for its own sizes."
+    return _prove_files(folder, about["files"], compare, right)
 
 
 def _prove_groups(folder: Path) -> str:
@@ -156,17 +137,38 @@ def _prove_groups(folder: Path) -> str:
     from ..export.groups import FORMAT
 
     about = _read_list(folder / "groups.json", FORMAT, _check_groups_list)
-    entries, texts = [entry for entry in about["groups"] if "file" in entry], []
+    entries = [entry for entry in about["groups"] if "file" in entry]
+
+    def compare(entry: dict[str, Any], path: Path) -> None:
+        facts = _facts("mscclpp", path)
+        stated = {what: facts[what] for what in ("collective", "ranks", "bytes_multiple_of")}
+        _compare(path, stated, entry | {"ranks": len(entry["ranks"])}, "groups.json")
+
+    return _prove_files(folder, entries, compare, f"{folder}: the files of {len(entries)} groups are right.")
+
+
+def _prove_files(
+    folder: Path, entries: Sequence[dict[str, Any]], compare: Callable[[dict[str, Any], Path], None], right: str
+) -> str:
+    """Prove the file of each entry of a folder's list, and return what was proved, which ends with the text ``right``.
+
+    ``compare`` raises an error if a file differs from its entry.
+    """
+    texts, unproven = [], []
     with progress("proving", len(entries)) as advance:
         for entry in entries:
             path = folder / entry["file"]
-            texts.append(f"{entry['file']}: {_prove_file(path, lambda: None)}")
-            facts = _facts("mscclpp", path)
-            expected = entry | {"ranks": len(entry["ranks"])}
-            stated = {what: facts[what] for what in ("collective", "ranks", "bytes_multiple_of")}
-            _compare(path, stated, expected, "groups.json")
+            advance.detail(entry["file"], 0, 1)
+            try:
+                texts.append(f"{entry['file']}: {_prove_file(path, lambda: None)}")
+            except _UnprovenError as error:
+                unproven.append(str(error))
+            compare(entry, path)
             advance("proving")
-    return "\n".join([*texts, f"{folder}: the files of {len(entries)} groups are right."])
+    if unproven:
+        text = f"{folder}: {len(texts)} of {len(entries)} files are right; {len(unproven)} too large to be verified.\n"
+        raise _UnprovenError(text + "\n".join(unproven), texts)
+    return "\n".join([*texts, right])
 
 
 def _facts(name: str, path: Path) -> dict[str, Any]:
