@@ -120,6 +120,7 @@ plan --topo dgx-1v: crossreduce plan has no option --topo.|  try:   crossreduce 
 bundle dgx-1v -o plans: crossreduce bundle has no option -o.|  try:   crossreduce bundle MACHINE|FILE|this DIR
 bench --hosts 2: crossreduce bench has no option --hosts.|  try:   crossreduce bench --help
 topology dgx-1v --hosts two: --hosts must be a whole number, not "two".
+bench -np 4: --iters must be a whole number, not "p".
 plan dgx-1v --operation-us=fast: --operation-us must be a number, not "fast".
 trace . --run -1: --run must be 0 or more, not "-1".
 plan dgx-1v --hosts: --hosts needs a value.|  given: plan dgx-1v --hosts

@@ -8,6 +8,7 @@ from msccl_files import file
 import crossreduce as cr
 from crossreduce.export.formats.msccl.writer import to_msccl_xml
 from crossreduce.export.formats.mscclpp import to_mscclpp_json
+from crossreduce.export.formats.mscclpp.verifier import instructions
 
 DGX = cr.Topology.machine("dgx-1v")
 FIRST_VERSION = {"inplace": 0, "nchannels": 1, "outofplace": None, "minBytes": None, "maxBytes": None}
@@ -147,3 +148,15 @@ def test_a_folder_of_groups_is_proved(printed, crossreduce, tmp_path):
         (folder / "groups.json").write_text(json.dumps(changed))
         found, _, error = crossreduce("verify", folder)
         assert (found, words in error) == (code, True), error
+
+
+def test_groups_with_files_that_are_too_large_to_be_verified(printed, crossreduce, tmp_path, monkeypatch):
+    """``verify`` proves all other files of the groups, names each that is too large, and exits with 2."""
+    printed("groups", "hgx-h100", "0-1;2-4;5-7", "--export", tmp_path)
+    monkeypatch.setattr(instructions, "MOST_INSTRUCTIONS", 1000)
+    code, out, error = crossreduce("verify", tmp_path)
+    proved = [line for line in out.splitlines() if line.startswith("group_")]
+    assert (code, proved) == (2, [f"group_{k}.json: allreduce, in place: right." for k in (1, 2)])
+    assert f"{tmp_path}: 2 of 3 files are right; 1 too large to be verified.\n{tmp_path / 'group_0.json'} was" in error
+    report = json.loads(crossreduce("verify", tmp_path, "--json")[1])
+    assert (report["right"], len(report["proved"])) == (None, 2)

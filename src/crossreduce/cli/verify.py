@@ -59,7 +59,8 @@ def verify(
         raise Exit(1) from None
     except _UnprovenError as error:
         if json:
-            print(json_module.dumps({"file": str(file), "right": None, "proved": error.proved, "fault": str(error)}))
+            about = {"file": str(file), "right": None, "proved": error.proved, "fault": str(error)}
+            print(json_module.dumps(about, indent=2))
         else:
             print(f"crossreduce: {error}", file=sys.stderr)
         raise Exit(2) from None
@@ -131,38 +132,18 @@ def _prove_bundle(folder: Path, proved: _Proved) -> str:
         if f"{path.parent.name}/{path.name}" not in listed:
             problem = f"{path.parent.name}/{path.name} is not listed in ranks.json, but runtimes would read it"
             raise ArgumentError(f"{folder}: {problem}.")
-    with progress("proving", len(listed), lines=True) as advance:
-        unproven = _prove_files(folder, about, proved, advance)
-    texts = proved.texts
-    if unproven:
-        text = f"{folder}: {len(texts)} of {len(listed)} files are right; {len(unproven)} too large to be verified.\n"
-        raise _UnprovenError(text + "\n".join(unproven), texts)
-    return "\n".join([*texts, f"{folder}: {len(listed)} files are right, each for its own sizes."])
-
-
-def _prove_files(folder: Path, about: dict[str, Any], proved: _Proved, advance: Bar) -> list[str]:
-    """Prove each file that ``about``, the content of ranks.json, lists. Return a text for each that is too large."""
-    from ..export.bundle import SUFFIXES
-
-    unproven = []
+    ranks = {"collective": about["collective"], "ranks": len(about["ranks"])}
     least_size = dict.fromkeys(SUFFIXES, 0)  # by format: the least size that no earlier file covers
-    for entry in about["files"]:
-        name, path = entry["format"], folder / entry["file"]
-        advance.detail(entry["file"], 0, 1)
-        text = ""
-        try:
-            text = _prove_file(path, lambda: None)
-        except _UnprovenError as error:
-            unproven.append(str(error))
-        facts = _facts(name, path)
-        _compare(path, facts, entry | {"collective": about["collective"], "ranks": len(about["ranks"])}, "ranks.json")
+
+    def compare(entry: dict[str, Any], path: Path) -> None:
+        name = entry["format"]
+        _compare(path, _facts(name, path), entry | ranks, "ranks.json")
         if entry["least_bytes"] < least_size[name]:
             raise _WrongFileError(f"{path} is wrong: an earlier file is for some of its sizes")
-        if text:
-            proved.add(entry["file"], text, advance)
         least_size[name] = entry["most_bytes"] + 1 if entry["most_bytes"] else 1 << 64  # 0 means: no largest size
-        advance("proving")
-    return unproven
+
+    right = f"{folder}: {len(listed)} files are right, each for its own sizes."
+    return _prove_files(folder, about["files"], compare, proved, right)
 
 
 def _prove_groups(folder: Path, proved: _Proved) -> str:
@@ -171,17 +152,46 @@ def _prove_groups(folder: Path, proved: _Proved) -> str:
 
     about = _read_list(folder / "groups.json", FORMAT, _check_groups_list)
     entries = [entry for entry in about["groups"] if "file" in entry]
+
+    def compare(entry: dict[str, Any], path: Path) -> None:
+        facts = _facts("mscclpp", path)
+        stated = {what: facts[what] for what in ("collective", "ranks", "bytes_multiple_of")}
+        _compare(path, stated, entry | {"ranks": len(entry["ranks"])}, "groups.json")
+
+    return _prove_files(folder, entries, compare, proved, f"{folder}: the files of {len(entries)} groups are right.")
+
+
+def _prove_files(
+    folder: Path,
+    entries: Sequence[dict[str, Any]],
+    compare: Callable[[dict[str, Any], Path], None],
+    proved: _Proved,
+    right: str,
+) -> str:
+    """Prove the file of each entry of a folder's list, and return what was proved, which ends with the text ``right``.
+
+    ``compare`` raises an error if a file differs from its entry.
+    """
+    unproven = []
     with progress("proving", len(entries), lines=True) as advance:
         for entry in entries:
-            path = folder / entry["file"]
-            text = _prove_file(path, lambda: None)
-            facts = _facts("mscclpp", path)
-            expected = entry | {"ranks": len(entry["ranks"])}
-            stated = {what: facts[what] for what in ("collective", "ranks", "bytes_multiple_of")}
-            _compare(path, stated, expected, "groups.json")
-            proved.add(entry["file"], text, advance)
+            path, text = folder / entry["file"], ""
+            advance.detail(entry["file"], 0, 1)
+            try:
+                text = _prove_file(path, lambda: None)
+            except _UnprovenError as error:
+                unproven.append(str(error))
+            compare(entry, path)
+            if text:
+                proved.add(entry["file"], text, advance)
             advance("proving")
-    return "\n".join([*proved.texts, f"{folder}: the files of {len(entries)} groups are right."])
+    texts = proved.texts
+    if unproven:
+        problem = (
+            f"{folder}: {len(texts)} of {len(entries)} files are right; {len(unproven)} too large to be verified.\n"
+        )
+        raise _UnprovenError(problem + "\n".join(unproven), texts)
+    return "\n".join([*texts, right])
 
 
 def _facts(name: str, path: Path) -> dict[str, Any]:

@@ -216,6 +216,7 @@ def refuse(text, words):
         (system(), ["no <gpu>", "0 of its PCI devices"]),
         (system('<gpu dev="0" sm="80"/>'), ["<gpu> must be in a <pci>", "line 3", 'dev="0"']),
         (system(gpu(0) + '<nic><gpu dev="7"/></nic>'), ["<gpu> must be in a <pci>", 'dev="7"']),
+        (system(gpu(0)).replace("</system>", gpu(7) + "</system>"), ["which is in a <cpu>", 'dev="7"']),
         (
             system(gpu(0, entries({0: 12}), 'sm="80"') + gpu(1, entries({1: 12}), 'sm="80"')),
             ["links of cuda:0 lead to itself", "line 3", 'count="12"', "NCCL_TOPO_DUMP_FILE"],

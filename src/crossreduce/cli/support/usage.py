@@ -97,5 +97,6 @@ def _label(param: Any) -> str:
 def _given(param: Any, args: Sequence[str]) -> str:
     """Return the last value of an option in the arguments."""
     values = [after for arg, after in pairwise(args) if arg in param.opts]
+    values += [arg[2:] for arg in args if arg[2:] and arg[:2] in param.opts]  # -n5
     values += [arg.partition("=")[2] for arg in args if arg.partition("=")[0] in param.opts and "=" in arg]
     return values[-1] if values else ""

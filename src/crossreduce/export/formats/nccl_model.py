@@ -50,7 +50,7 @@ _TREE_PART: Final = (
     (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
 )
 _NVLS_TREE_PART: Final = (*_TREE_PART[2], 0.9)
-_MOST_OF_GRACE: Final = 4  # GPUs of a host with Blackwell and Arm CPUs; hosts of more have x86 CPUs
+_X86_HOSTS: Final = range(5, 9)  # GPUs of a host with Blackwell and x86 CPUs; GB200 has 4 for a host, or 72 in a rack
 # GB/s of NVLink out of a GPU, by generation: V100, A100, H100, B200.
 _GENERATIONS: Final = (150, 300, 450, math.inf)
 # GB/s: the most that LL reaches, by generation, on one host, two hosts and more. Between hosts, it depends on the CPUs:
@@ -176,7 +176,7 @@ class Model:
             rate = 0.75 * self.tree_gb_per_s
         else:
             micros, rate = self._nvls(collective, n / steps)
-            if algorithm == "nvls_tree" and self.generation == 3 and max(map(len, self.members)) > _MOST_OF_GRACE:
+            if algorithm == "nvls_tree" and self.generation == 3 and max(map(len, self.members)) in _X86_HOSTS:
                 rate *= _part(_NVLS_TREE_PART, nbytes)
         return micros * 1e-6, nbytes / (rate * 1e9)
 

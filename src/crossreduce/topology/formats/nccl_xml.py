@@ -284,7 +284,8 @@ def _parse(text: str) -> _Element:
         element = _Element(tag, attributes, parser.CurrentLineNumber)
         if len(path) > DEEPEST:
             element.refuse(f"a topology has at most {DEEPEST} levels of elements.", "")
-        if tag == "gpu" and path[-1].tag != "pci" and path[1:2] and path[1].tag == "system":
+        parents = [parent.tag for parent in path[1:]]
+        if tag == "gpu" and parents[:1] == ["system"] and (parents[1:2] != ["cpu"] or {*parents[2:]} != {"pci"}):
             element.refuse("a <gpu> must be in a <pci>, which is in a <cpu>: NCCL does not read it here.")
         path[-1].children.append(element)
         path.append(element)
