@@ -241,8 +241,8 @@ def test_the_times_of_the_model():
 
 def test_the_tree_of_nvls_on_blackwell():
     """With x86 CPUs, the tree of NVLS on Blackwell reaches the part of its rate that a tree with Simple reaches: half
-    at 1 MiB, 0.9 at 512 MiB, all from 1 GiB on. Hosts of up to four GPUs and racks have Arm CPUs. With H100, there is no
-    part."""
+    at 1 MiB, 0.9 at 512 MiB, all from 1 GiB on. Hosts of up to four GPUs and racks have Arm CPUs. With H100, there is
+    no part."""
     b200, gb200, h100 = (cr.Topology.machine(name, 2) for name in ("hgx-b200", "gb200-nvl72", "hgx-h100"))
     few = b200.subset([*range(4), *range(8, 12)])
     for topology, parts in ((b200, (0.5, 0.9, 1)), (few, (1, 1, 1)), (gb200, (1, 1, 1)), (h100, (1, 1, 1))):
