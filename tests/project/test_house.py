@@ -19,7 +19,7 @@ from crossreduce.kernels import native
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc", ".cu", ".cuh", ".js", ".css", ".html"}
 NO_CODE = {"__pycache__", "data", "third_party", "assets"}  # data files, and files of other projects
 FOREIGN_READS = 16  # of private attributes of PyTorch, which has no public ones for these
-LIMITS = {"src": 84_250, "tests": 60_700, "benchmarks and scripts": 8_680}  # lines
+LIMITS = {"src": 84_950, "tests": 62_550, "benchmarks and scripts": 8_760}  # lines
 
 
 def code(folder):
