@@ -93,13 +93,13 @@ def connect(
     return kept, communicator, exact
 
 
-def parent(group: Any, ranks: Sequence[int]) -> tuple[Communicator, Sequence[int]] | None:
+def parent(group: Any, ranks: Sequence[int], key: str = "") -> tuple[Communicator, Sequence[int], str] | None:
     """Return ``Origin.parent`` of a group of ``ranks`` of ``group``, or ``None`` if these are empty: then ranks may be
     in other jobs. ``group`` must be of this backend, and this process must have made it."""
     communicator = getattr(group, "communicator", None)
     if not ranks or not isinstance(communicator, Communicator):
         return None
-    return (communicator, ranks) if communicator.peers[communicator.rank].pid == os.getpid() else None
+    return (communicator, ranks, key) if communicator.peers[communicator.rank].pid == os.getpid() else None
 
 
 def own_part(store: Any, rank: int, name: str, origin: Origin) -> tuple[Any, str]:
@@ -111,7 +111,8 @@ def own_part(store: Any, rank: int, name: str, origin: Origin) -> tuple[Any, str
     with lost_store_errors(store):
         if origin.parent is None:
             return dist.PrefixStore(f"{store.add(f'turn {rank}', 1)}/", store), ""
-        communicator, _ = origin.parent
+        communicator, _, key = origin.parent
+        name += key
         counts = _MADE.setdefault(communicator, Counter())
         counts[name] += 1
         unique = f"{communicator.token} {counts[name]} {name}"

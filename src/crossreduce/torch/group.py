@@ -284,7 +284,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
         numbers, place = [self.communicator.global_ranks[rank] for rank in ranks], ranks.index(self.rank())
         store, limit = dist.PrefixStore(f"split {name}/", self._store), timeout or self.timeout
-        origin = Origin(parent=parent(self, ranks))
+        origin = Origin(parent=parent(self, ranks, f" {ranks}"))  # others may give the same name
         group = type(self)(store, place, len(ranks), limit, name, numbers, self._options, origin)
         group._set_group_name(name)
         return group

@@ -353,6 +353,23 @@ def test_a_further_group_on_one_host_is_made_in_memory(place, missing, is_near):
     assert found == [rank in missing for rank in range(3)]
 
 
+def of_one_name(rendezvous, place):
+    begin(rendezvous, place, 60)
+    found = []
+    for members in ([1, 2], [0, 1], [1, 2]):
+        if (group := dist.group.WORLD.split_group(members, group_name="one name")) is not None:
+            x = torch.tensor([2**rendezvous.rank])
+            group.allreduce([x]).wait()
+            found.append(x.item())
+    rendezvous.all_gather(b"")
+    return found
+
+
+@pytest.mark.parametrize("place", ["tcp", "file"], indirect=True)
+def test_split_groups_of_one_name_and_different_ranks(place):
+    assert ranks(3, of_one_name, place) == [[3], [6, 3, 6], [6, 6]]
+
+
 def chooses_another_host(rendezvous, place):
     begin(rendezvous, place, 60)
     if rendezvous.rank == 1:

@@ -264,12 +264,12 @@ class Origin(NamedTuple):
     ``watch``: called while this rank waits for others; it raises a ``ReductionError`` if they cannot meet any more.
     ``is_beyond``: returns whether a rank answers only through a third host, so that the link to it is lost. It is
     ``None`` if this rank was in no earlier group, and so cannot find out. ``parent``: the communicator of a group that
-    all ranks are still in, and their numbers there.
+    all ranks are still in, their numbers there, and what distinguishes groups of one name.
     """
 
     watch: Callable[[], None] = lambda: None
     is_beyond: Callable[[int], bool] | None = None
-    parent: tuple[Any, Sequence[int]] | None = None
+    parent: tuple[Any, Sequence[int], str] | None = None
 
 
 NEW: Final = Origin()  # of a group that is not formed from another one
