@@ -171,7 +171,7 @@ def test_invalid_tables(text, words):
 def test_invalid_options():
     """An invalid speed or kind of PCIe raises an ArgumentError that shows it."""
     for options, text in (
-        *(({"between_cpus": wrong}, "GB/s above 0") for wrong in (0, math.nan, math.inf, "25", True)),
+        *(({"between_cpus": wrong}, "GB/s from 0.001 to 1000000") for wrong in (0, math.nan, math.inf, "25", True)),
         *(({"pcie": wrong}, "generation of PCIe is not known") for wrong in ("pcie7", "hdr")),
     ):
         (wrong,) = options.values()
